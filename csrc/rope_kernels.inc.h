@@ -1,0 +1,156 @@
+/* The CPU kernels of one instruction set: included by rope_<isa>.c, which defines ROPE_ISA and ROPE_BYTES.
+ *
+ *   rope_simd.inc.h   vectors, loads and stores
+ *   rope_trig.inc.h   cos and sin of the angles of a token, once for float32 and once for float64
+ *   rope_rows.inc.h   rotating rows, once for each embedding type
+ */
+#include "rope_plan.h"
+#include "rope_simd.inc.h"
+
+#include <stdlib.h>
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define NAME(name, suffix) JOIN(name, suffix)
+
+typedef float real_f32;
+typedef double real_f64;
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* What reading one token needs, allocated by the rows of each type. */
+typedef struct {
+    double *position, *position_low; /* [axes] */
+    double *bound;                   /* [1]: no |angle| of the token is larger */
+    double *angles_f64;              /* [padded], where angles are given */
+    float *angles_f32;
+    double *wide;                    /* [2][padded]: cos and sin */
+} token_scratch;
+
+/* Reads the coordinates (or the given angles) of a token; true where float32 holds them and the frequencies. */
+static int read_token(const rope_plan *plan, int64_t token, const token_scratch *scratch) {
+    const rope_args *args = plan->args;
+    const rope_operand *positions = &args->positions, *freqs = &args->freqs;
+    int fits_f32 = 1;
+    double bound = 0;
+    if (positions->data) {
+        int64_t base = rope_offset(args->token_dims, args->token_size, positions->token, token);
+        for (int64_t a = 0; a < args->axes; a++) {
+            double low, p = rope_read(positions->data, positions->dtype, base + a * positions->axis, &low);
+            scratch->position[a] = p;
+            scratch->position_low[a] = low;
+            fits_f32 &= low == 0 && (double)(float)p == p;
+            bound += fabs(p) * plan->freq_bound[a];
+        }
+        fits_f32 &= plan->freqs_fit_f32;
+    } else {
+        int64_t base = rope_offset(args->token_dims, args->token_size, freqs->token, token);
+        for (int64_t h = 0; h < args->freq_heads; h++)
+            for (int64_t i = 0; i < args->pairs; i++) {
+                double low, angle = rope_read(freqs->data, freqs->dtype, base + h * freqs->head + i * freqs->pair, &low);
+                scratch->angles_f64[h * args->pairs + i] = angle;
+                scratch->angles_f32[h * args->pairs + i] = (float)angle;
+                bound = fabs(angle) <= bound ? bound : fabs(angle); /* a NaN stays */
+                if (bound != bound) break;
+            }
+        fits_f32 = freqs->dtype != ROPE_F64;
+        scratch->position[0] = 1;
+        scratch->position_low[0] = 0;
+    }
+    scratch->bound[0] = bound;
+    return fits_f32;
+}
+
+/* Plain cos and sin of angles of any size, by the C library's full range reduction. */
+static void fill_table_unbounded(const double *freqs, int64_t stride, int64_t axes, const double *position,
+                                 const double *position_low, double *table, int64_t n, int flip) {
+    for (int64_t i = 0; i < n; i++) {
+        double head = 0, tail = 0;
+        for (int64_t a = 0; a < axes; a++) {
+            double p = position[a], f = freqs[a * stride + i], product = p * f;
+            double rest = fma(p, f, -product) + position_low[a] * f;
+            double sum = head + product, part = sum - head;
+            tail += rest + ((head - (sum - part)) + (product - part));
+            head = sum;
+        }
+        double s0 = sin(head), c0 = cos(head), s1 = sin(tail), c1 = cos(tail), s = s0 * c1 + c0 * s1;
+        table[i] = c0 * c1 - s0 * s1;
+        table[stride + i] = flip ? -s : s;
+    }
+}
+
+#define R f64
+#define R_IS_F32 0
+#define TERMS 6
+#define SIN_TERMS sin_terms_f64
+#define COS_TERMS cos_terms_f64
+#define TWO_OVER_PI 0x1.45f306dc9c883p-1
+#define PI_HALF_HIGH 0x1.921fb54442d18p+0
+#define PI_HALF_LOW 0x1.1a62633145c07p-54
+#define ROUND_MAGIC 0x1.8p52
+static const double sin_terms_f64[TERMS] = {-0x1.5555555555537p-3,  0x1.111111110e2d4p-7,   -0x1.a01a0199c81bep-13,
+                                            0x1.71de33b82bf80p-19, -0x1.ae5d290187c2bp-26, 0x1.5d3e392234237p-33};
+static const double cos_terms_f64[TERMS] = {0x1.5555555555549p-5,   -0x1.6c16c16c14bb5p-10, 0x1.a01a019c1d225p-16,
+                                            -0x1.27e4f79c174b9p-22, 0x1.1ee99fd04572cp-29,  -0x1.8f8695f5dee86p-37};
+#include "rope_trig.inc.h"
+#undef R
+#undef R_IS_F32
+#undef TERMS
+#undef SIN_TERMS
+#undef COS_TERMS
+#undef TWO_OVER_PI
+#undef PI_HALF_HIGH
+#undef PI_HALF_LOW
+#undef ROUND_MAGIC
+
+#define R f32
+#define R_IS_F32 1
+#define TERMS 3
+#define SIN_TERMS sin_terms_f32
+#define COS_TERMS cos_terms_f32
+#define TWO_OVER_PI 0x1.45f306p-1f
+#define PI_HALF_HIGH 0x1.921fb6p+0f
+#define PI_HALF_LOW -0x1.777a5cp-25f
+#define ROUND_MAGIC 0x1.8p23f
+static const float sin_terms_f32[TERMS] = {-0x1.55553ep-3f, 0x1.1104c6p-7f, -0x1.989012p-13f};
+static const float cos_terms_f32[TERMS] = {0x1.55554ap-5f, -0x1.6c0bb6p-10f, 0x1.99c3cep-16f};
+#include "rope_trig.inc.h"
+
+/* One head, or all heads of a row where they lie side by side. */
+typedef struct {
+    int64_t channels, pairs, rotary_offset, block;
+} head_shape;
+
+/* What rotating a row is to do: write the result, reduce dL/dangle, and whether `saved` is the input for that. */
+enum { WRITE = 1, REDUCE = 2, FROM_INPUT = 4 };
+
+#define INLINE static inline __attribute__((always_inline))
+/* A pointer that is only there for some kinds of work: nothing is added to NULL. */
+#define AT(kind, pointer, offset) (work & (kind) ? (pointer) + (offset) : NULL)
+
+#define E f32
+#define ELEMENT float
+#include "rope_rows.inc.h"
+#undef E
+#undef ELEMENT
+
+#define E f16
+#define ELEMENT uint16_t
+#include "rope_rows.inc.h"
+#undef E
+
+#define E bf16
+#include "rope_rows.inc.h"
+#undef E
+#undef ELEMENT
+#undef R
+
+#define R f64
+#define E f64
+#define ELEMENT double
+#include "rope_rows.inc.h"
+
+const rope_isa NAME(rope_isa, ROPE_ISA) = {
+    ROPE_ISA_NAME,
+    {[ROPE_F32] = run_f32, [ROPE_F64] = run_f64, [ROPE_F16] = run_f16, [ROPE_BF16] = run_bf16},
+};

@@ -1,0 +1,297 @@
+/* Rotating rows of one embedding type E, stored as ELEMENT, in the arithmetic R.
+ *
+ * Position zero is the identity to the last bit, -0 included: products with sin are made +0 where they vanish
+ * (`+ 0`) and then subtracted, as x - (+0) is x for every x. */
+#define REAL NAME(real, R)
+#define VEC NAME(vec, R)
+#define W NAME(W, R)
+#define SWAP NAME(swap, R)
+#define LOAD NAME(load, E)
+#define STORE NAME(store, E)
+#define LOAD_REAL NAME(load, R)
+#define STORE_REAL NAME(store, R)
+#define FMA NAME(fma, R)
+#define ODD_SIGN NAME(odd_sign, R)
+
+/* W channels of interleaved pairs. `grad` gathers the two products of dL/dtheta in the two lanes of the pair. */
+INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y, const REAL *table,
+                                      REAL *grad) {
+    const NAME(int, R) odd_sign = ODD_SIGN;
+    VEC a = LOAD(x), b = a;
+    if (work & (WRITE | FROM_INPUT)) {
+        VEC s = (VEC)((NAME(int, R))NAME(load_sin, R)(table) ^ odd_sign);
+        b = a * NAME(load_cos, R)(table) - FMA(SWAP(a), s, (VEC){0});
+    }
+    if (work & REDUCE) STORE_REAL(grad, LOAD_REAL(grad) + (work & FROM_INPUT ? b : a) * SWAP(LOAD(saved)));
+    if (work & WRITE) STORE(y, b);
+}
+
+/* W pairs (x[i], x[half + i]). */
+INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y, int64_t half,
+                                 const REAL *cos_table, const REAL *sin_table, REAL *grad) {
+    VEC a0 = LOAD(x), a1 = LOAD(x + half), b0 = a0, b1 = a1;
+    if (work & (WRITE | FROM_INPUT)) {
+        VEC c = LOAD_REAL(cos_table), s = LOAD_REAL(sin_table);
+        b0 = a0 * c - (a1 * s + (VEC){0});
+        b1 = a1 * c - ((VEC){0} - a0 * s);
+    }
+    if (work & REDUCE) {
+        VEC w0 = LOAD(saved), w1 = LOAD(saved + half), g0 = work & FROM_INPUT ? b0 : a0, g1 = work & FROM_INPUT ? b1 : a1;
+        STORE_REAL(grad, LOAD_REAL(grad) + (g1 * w0 - g0 * w1));
+    }
+    if (work & WRITE) {
+        STORE(y, b0);
+        STORE(y + half, b1);
+    }
+}
+
+/* n channels of interleaved pairs; what is no whole vector goes through one on the stack. */
+INLINE void NAME(rotate_interleaved, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                        const REAL *table, REAL *grad, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W)
+        NAME(interleaved_step, E)(work, x + i, AT(REDUCE, saved, i), AT(WRITE, y, i), table + i, AT(REDUCE, grad, i));
+    if (i < n) {
+        const size_t rest = (size_t)(n - i) * sizeof(ELEMENT);
+        ELEMENT last_x[W] = {0}, last_saved[W] = {0}, last_y[W];
+        memcpy(last_x, x + i, rest);
+        if (work & REDUCE) memcpy(last_saved, saved + i, rest);
+        NAME(interleaved_step, E)(work, last_x, last_saved, last_y, table + i, AT(REDUCE, grad, i));
+        if (work & WRITE) memcpy(y + i, last_y, rest);
+    }
+}
+
+/* `half` pairs (x[i], x[half + i]). */
+INLINE void NAME(rotate_halves, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                   const REAL *cos_table, const REAL *sin_table, REAL *grad, int64_t half) {
+    int64_t i = 0;
+    for (; i + W <= half; i += W)
+        NAME(halves_step, E)(work, x + i, AT(REDUCE, saved, i), AT(WRITE, y, i), half, cos_table + i, sin_table + i,
+                             AT(REDUCE, grad, i));
+    if (i < half) {
+        const size_t rest = (size_t)(half - i) * sizeof(ELEMENT);
+        ELEMENT last_x[2 * W] = {0}, last_saved[2 * W] = {0}, last_y[2 * W];
+        memcpy(last_x, x + i, rest);
+        memcpy(last_x + W, x + half + i, rest);
+        if (work & REDUCE) {
+            memcpy(last_saved, saved + i, rest);
+            memcpy(last_saved + W, saved + half + i, rest);
+        }
+        NAME(halves_step, E)(work, last_x, last_saved, last_y, W, cos_table + i, sin_table + i, AT(REDUCE, grad, i));
+        if (work & WRITE) {
+            memcpy(y + i, last_y, rest);
+            memcpy(y + half + i, last_y + W, rest);
+        }
+    }
+}
+
+/* Channels one element apart. y may be x. */
+INLINE void NAME(rotate_head, E)(int work, const head_shape *shape, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                 const REAL *table, int64_t sin_at, REAL *grad) {
+    const int64_t first = shape->rotary_offset, last = first + 2 * shape->pairs, half = shape->block / 2;
+    if (work & WRITE && y != x) {
+        if (first > 0) memcpy(y, x, (size_t)first * sizeof(ELEMENT));
+        if (last < shape->channels) memcpy(y + last, x + last, (size_t)(shape->channels - last) * sizeof(ELEMENT));
+    }
+    if (half == 1) {
+        NAME(rotate_interleaved, E)(work, x + first, AT(REDUCE, saved, first), AT(WRITE, y, first), table, grad,
+                                    last - first);
+        return;
+    }
+    for (int64_t pair = 0; pair < shape->pairs; pair += half) {
+        const int64_t at = first + 2 * pair;
+        NAME(rotate_halves, E)(work, x + at, AT(REDUCE, saved, at), AT(WRITE, y, at), table + pair,
+                               table + sin_at + pair, AT(REDUCE, grad, pair), half);
+    }
+}
+
+/* A chunk of tokens, for one repeat: base pointers, and per token an offset and a table. */
+typedef struct {
+    const ELEMENT *x, *saved;
+    ELEMENT *y, *copies; /* copies: three rows, where channels are not one element apart */
+    const int64_t *x_offset, *saved_offset, *y_offset;
+    const REAL *tables;
+    REAL *grads;
+    int64_t tokens, heads, span, table_head;
+} NAME(chunk, E);
+
+INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, const head_shape *shape,
+                                  const NAME(chunk, E) * chunk) {
+    /* heads outside tokens where that is the order in memory */
+    const int heads_outside = chunk->tokens > 1 && args->x.head > chunk->x_offset[1] - chunk->x_offset[0];
+    const int64_t outer = heads_outside ? chunk->heads : chunk->tokens;
+    const int64_t inner = heads_outside ? chunk->tokens : chunk->heads;
+    for (int64_t i = 0; i < outer; i++)
+        for (int64_t j = 0; j < inner; j++) {
+            const int64_t t = heads_outside ? j : i, h = heads_outside ? i : j;
+            const int64_t table = t * chunk->span + h * chunk->table_head;
+            const ELEMENT *x = chunk->x + chunk->x_offset[t] + h * args->x.head;
+            const ELEMENT *saved = AT(REDUCE, chunk->saved, chunk->saved_offset[t] + h * args->saved.head);
+            ELEMENT *y = AT(WRITE, chunk->y, chunk->y_offset[t] + h * args->y.head);
+            REAL *grad = AT(REDUCE, chunk->grads, table);
+            if (!strided) {
+                NAME(rotate_head, E)(work, shape, x, saved, y, chunk->tables + table, chunk->span / 2, grad);
+                continue;
+            }
+            const int64_t n = shape->channels;
+            ELEMENT *row = chunk->copies;
+            for (int64_t d = 0; d < n; d++) row[d] = x[d * args->x.channel];
+            for (int64_t d = 0; work & REDUCE && d < n; d++) row[n + d] = saved[d * args->saved.channel];
+            NAME(rotate_head, E)(work, shape, row, row + n, row + 2 * n, chunk->tables + table, chunk->span / 2, grad);
+            for (int64_t d = 0; work & WRITE && d < n; d++) y[d * args->y.channel] = row[2 * n + d];
+        }
+}
+
+/* One copy of the loops for each kind of work, so that no loop decides what to do. */
+static void NAME(rotate_any, E)(int work, int strided, const rope_args *args, const head_shape *shape,
+                                const NAME(chunk, E) * chunk) {
+    if (strided) { /* slow anyway: one copy for all */
+        NAME(rotate_chunk, E)(work, 1, args, shape, chunk);
+        return;
+    }
+    switch (work) {
+    case WRITE: NAME(rotate_chunk, E)(WRITE, 0, args, shape, chunk); break;
+    case REDUCE: NAME(rotate_chunk, E)(REDUCE, 0, args, shape, chunk); break;
+    case WRITE | REDUCE: NAME(rotate_chunk, E)(WRITE | REDUCE, 0, args, shape, chunk); break;
+    case REDUCE | FROM_INPUT: NAME(rotate_chunk, E)(REDUCE | FROM_INPUT, 0, args, shape, chunk); break;
+    case WRITE | REDUCE | FROM_INPUT: NAME(rotate_chunk, E)(WRITE | REDUCE | FROM_INPUT, 0, args, shape, chunk); break;
+    }
+}
+
+/* dL/dangle of one token, from it dL/dposition, and its part of dL/dfreqs. */
+static void NAME(finish_token, E)(const rope_plan *plan, int64_t token, int64_t repeat_unit, const REAL *grad,
+                                  const REAL *position, REAL *angle_grad, REAL *freq_sums) {
+    const rope_args *args = plan->args;
+    const int64_t row = plan->row, padded = plan->padded, axes = args->axes;
+    const REAL sign = args->inverse ? 1 : -1; /* the backward rotates the other way round */
+    if (args->block == 2)
+        for (int64_t i = 0; i < row; i++) angle_grad[i] = sign * (grad[2 * i + 1] - grad[2 * i]);
+    else
+        for (int64_t i = 0; i < row; i++) angle_grad[i] = sign * grad[i];
+
+    if (!args->positions.data) {
+        const rope_operand *out = &args->grad_freqs;
+        const int64_t base = rope_offset(args->token_dims, args->token_size, out->token, token);
+        for (int64_t h = 0; h < args->freq_heads; h++)
+            for (int64_t i = 0; i < args->pairs; i++)
+                rope_write(out->data, out->dtype, base + h * out->head + i * out->pair,
+                           (double)angle_grad[h * args->pairs + i]);
+        return;
+    }
+    if (args->grad_positions.data) {
+        const rope_operand *out = &args->grad_positions;
+        const int64_t base = rope_offset(args->token_dims, args->token_size, out->token, token);
+        for (int64_t a = 0; a < axes; a++) {
+            const REAL *freqs = (const REAL *)NAME(plan->freqs, R) + a * padded;
+            const double sum = (double)NAME(dot, R)(freqs, angle_grad, padded);
+            if (plan->position_sums)
+                plan->position_sums[(repeat_unit * plan->tokens + token) * axes + a] = sum;
+            else
+                rope_write(out->data, out->dtype, base + a * out->axis, sum);
+        }
+    }
+    if (freq_sums)
+        for (int64_t a = 0; a < axes; a++)
+            for (int64_t i = 0; i < row; i++) freq_sums[a * padded + i] += position[a] * angle_grad[i];
+}
+
+static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
+    const rope_args *args = plan->args;
+    const int64_t chunk = plan->chunk, padded = plan->padded, axes = args->axes;
+    const int interleaved = args->block == 2, backward = args->saved.data != NULL;
+    const int64_t span = 2 * padded;
+    const int strided = args->x.channel != 1 || (args->y.data && args->y.channel != 1) ||
+                        (backward && args->saved.channel != 1);
+    const int side_by_side = interleaved && !strided && args->freq_heads == args->heads && args->rotary_offset == 0 &&
+                             2 * args->pairs == args->head_dim && args->x.head == args->head_dim &&
+                             (!args->y.data || args->y.head == args->head_dim) &&
+                             (!backward || args->saved.head == args->head_dim);
+    const int64_t heads = side_by_side ? 1 : args->heads, merged = side_by_side ? args->heads : 1;
+    const head_shape shape = {merged * args->head_dim, merged * args->pairs, args->rotary_offset, args->block};
+    const int work = (args->y.data ? WRITE : 0) | (backward ? REDUCE : 0) |
+                     (backward && args->saved_is_input ? FROM_INPUT : 0);
+    const int64_t table_head = args->freq_heads == 1 ? 0 : interleaved ? 2 * args->pairs : args->pairs;
+
+    /* doubles, then reals, then offsets and rows */
+    const size_t doubles = (size_t)(2 * axes + 1 + 3 * padded);
+    const size_t reals = (size_t)((1 + backward) * chunk * span + padded + axes * padded + chunk * axes);
+    const size_t copies_bytes = strided ? (size_t)(3 * args->head_dim) * sizeof(ELEMENT) : 0;
+    char *memory = calloc(1, doubles * sizeof(double) + (size_t)(3 * chunk) * sizeof(int64_t) + reals * sizeof(REAL) +
+                                 (size_t)padded * sizeof(float) + copies_bytes);
+    if (!memory) return -1;
+
+    double *wide = (double *)memory;
+    int64_t *x_offset = (int64_t *)(wide + doubles), *y_offset = x_offset + chunk, *saved_offset = y_offset + chunk;
+    REAL *tables = (REAL *)(saved_offset + chunk), *grads = tables + chunk * span;
+    REAL *angle_grad = grads + (backward ? chunk * span : 0);
+    REAL *freq_block = angle_grad + padded, *positions = freq_block + axes * padded;
+    float *angles_f32 = (float *)(positions + chunk * axes);
+    ELEMENT *copies = (ELEMENT *)(angles_f32 + padded);
+    const token_scratch scratch = {wide + 3 * padded, wide + 3 * padded + axes, wide + 3 * padded + 2 * axes,
+                                   wide + 2 * padded, angles_f32, wide};
+    REAL *freq_sums = plan->freq_sums ? freq_block : NULL;
+
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t repeat_unit = unit % plan->repeat_units, first_token = unit / plan->repeat_units * plan->unit_tokens;
+        const int64_t last_token = smaller(first_token + plan->unit_tokens, plan->tokens);
+        const int64_t first_repeat = repeat_unit * plan->unit_repeats;
+        const int64_t last_repeat = smaller(first_repeat + plan->unit_repeats, plan->repeats);
+
+        for (int64_t start = first_token; start < last_token; start += chunk) {
+            const int64_t n = smaller(chunk, last_token - start);
+            for (int64_t t = 0; t < n; t++) {
+                x_offset[t] = rope_offset(args->token_dims, args->token_size, args->x.token, start + t);
+                y_offset[t] = rope_offset(args->token_dims, args->token_size, args->y.token, start + t);
+                saved_offset[t] = rope_offset(args->token_dims, args->token_size, args->saved.token, start + t);
+                NAME(token_table, R)(plan, start + t, &scratch, positions + t * axes, tables + t * span);
+            }
+            if (backward) memset(grads, 0, (size_t)(n * span) * sizeof(REAL));
+
+            for (int64_t repeat = first_repeat; repeat < last_repeat; repeat++) {
+                const NAME(chunk, E) now = {
+                    .x = (const ELEMENT *)args->x.data +
+                         rope_offset(args->repeat_dims, args->repeat_size, args->x.repeat, repeat),
+                    .saved = AT(REDUCE, (const ELEMENT *)args->saved.data,
+                                rope_offset(args->repeat_dims, args->repeat_size, args->saved.repeat, repeat)),
+                    .y = AT(WRITE, (ELEMENT *)args->y.data,
+                            rope_offset(args->repeat_dims, args->repeat_size, args->y.repeat, repeat)),
+                    .copies = copies,
+                    .x_offset = x_offset,
+                    .saved_offset = saved_offset,
+                    .y_offset = y_offset,
+                    .tables = tables,
+                    .grads = grads,
+                    .tokens = n,
+                    .heads = heads,
+                    .span = span,
+                    .table_head = table_head};
+                NAME(rotate_any, E)(work, strided, args, &shape, &now);
+            }
+            if (!backward) continue;
+            for (int64_t t = 0; t < n; t++)
+                NAME(finish_token, E)(plan, start + t, repeat_unit, grads + t * span, positions + t * axes, angle_grad,
+                                      freq_sums);
+            /* float32 sums stay short: one chunk of tokens */
+            if (freq_sums) {
+                double *sums = plan->freq_sums + unit * axes * padded;
+                for (int64_t i = 0; i < axes * padded; i++) {
+                    sums[i] += (double)freq_block[i];
+                    freq_block[i] = 0;
+                }
+            }
+        }
+    }
+    free(memory);
+    return 0;
+}
+
+#undef REAL
+#undef VEC
+#undef W
+#undef SWAP
+#undef LOAD
+#undef STORE
+#undef LOAD_REAL
+#undef STORE_REAL
+#undef FMA
+#undef ODD_SIGN

@@ -1,0 +1,97 @@
+/* One element at a time: reading and writing any dtype. For the small operands; rows go through vectors. */
+#ifndef ROPE_SCALAR_H
+#define ROPE_SCALAR_H
+
+#include "rope.h"
+
+#include <string.h>
+
+static inline float rope_bits_to_f32(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t rope_f32_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float rope_f16_to_f32(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = (uint32_t)(half & 0x7fff) << 13;
+    if (magnitude >= 0x0f800000) return rope_bits_to_f32(sign | (magnitude + 0x70000000)); /* inf, nan */
+    /* 2^112 moves the exponent bias from 15 to 127, and normalizes subnormals on the way */
+    return rope_bits_to_f32(sign | rope_f32_to_bits(rope_bits_to_f32(magnitude) * 0x1p112f));
+}
+
+static inline uint16_t rope_f32_to_f16(float value) {
+    uint32_t bits = rope_f32_to_bits(value), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* rounds to 65536 or more */
+    if (magnitude < 0x38800000) /* subnormal half: adding 0.5 aligns its last bit with float32's */
+        return (uint16_t)(sign | (rope_f32_to_bits(rope_bits_to_f32(magnitude) + 0.5f) - 0x3f000000));
+    magnitude += 0x0fff + ((magnitude >> 13) & 1); /* to nearest, ties to even */
+    return (uint16_t)(sign | ((magnitude - 0x38000000) >> 13));
+}
+
+static inline float rope_bf16_to_f32(uint16_t half) { return rope_bits_to_f32((uint32_t)half << 16); }
+
+static inline uint16_t rope_f32_to_bf16(float value) {
+    uint32_t bits = rope_f32_to_bits(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* data[index] as a double; *low is what an integer beyond 2^53 loses on the way, else 0. */
+static inline double rope_read(const void *data, rope_dtype dtype, int64_t index, double *low) {
+    *low = 0;
+    switch (dtype) {
+    case ROPE_F32: return (double)((const float *)data)[index];
+    case ROPE_F64: return ((const double *)data)[index];
+    case ROPE_F16: return (double)rope_f16_to_f32(((const uint16_t *)data)[index]);
+    case ROPE_BF16: return (double)rope_bf16_to_f32(((const uint16_t *)data)[index]);
+    case ROPE_U8: return (double)((const uint8_t *)data)[index];
+    case ROPE_I8: return (double)((const int8_t *)data)[index];
+    case ROPE_I16: return (double)((const int16_t *)data)[index];
+    case ROPE_U16: return (double)((const uint16_t *)data)[index];
+    case ROPE_I32: return (double)((const int32_t *)data)[index];
+    case ROPE_U32: return (double)((const uint32_t *)data)[index];
+    case ROPE_I64: {
+        int64_t value = ((const int64_t *)data)[index], rest = value % 4096; /* value - rest has 52 bits */
+        double high = (double)(value - rest), sum = high + (double)rest;
+        *low = (double)rest - (sum - high);
+        return sum;
+    }
+    case ROPE_U64: {
+        uint64_t value = ((const uint64_t *)data)[index], rest = value % 4096;
+        double high = (double)(value - rest), sum = high + (double)rest;
+        *low = (double)rest - (sum - high);
+        return sum;
+    }
+    case ROPE_UNSUPPORTED: break;
+    }
+    return 0;
+}
+
+static inline void rope_write(void *data, rope_dtype dtype, int64_t index, double value) {
+    switch (dtype) {
+    case ROPE_F32: ((float *)data)[index] = (float)value; break;
+    case ROPE_F64: ((double *)data)[index] = value; break;
+    case ROPE_F16: ((uint16_t *)data)[index] = rope_f32_to_f16((float)value); break;
+    case ROPE_BF16: ((uint16_t *)data)[index] = rope_f32_to_bf16((float)value); break;
+    default: break; /* only floating tensors have gradients */
+    }
+}
+
+static inline int64_t rope_offset(int dims, const int64_t *size, const int64_t *stride, int64_t index) {
+    if (dims == 1) return index * stride[0];
+    int64_t offset = 0;
+    for (int d = dims - 1; d >= 0 && index != 0; d--) {
+        offset += index % size[d] * stride[d];
+        index /= size[d];
+    }
+    return offset;
+}
+
+#endif

@@ -1,0 +1,653 @@
+/* The kernels that torch's dispatcher calls: arguments from the stack into rope_args, a backend, results back.
+ * The schemas are in nd_rotary_encodings/_ops.py; argument order here must be theirs.
+ *
+ * A kernel owns every handle on its stack, errors included: `take` counts a handle in, `finish` frees them all and
+ * only then raises, by a C++ exception thrown through these frames (hence -fexceptions). */
+#include "torch_ops.h"
+
+#include "rope.h"
+#include "torch_abi.h"
+
+#include <string.h>
+
+typedef struct {
+    torch_tensor handle;
+    int dims;
+    const int64_t *sizes, *strides;
+    int32_t torch_dtype;
+    rope_dtype dtype;
+    const void *data;
+} tensor;
+
+enum { MAX_TENSORS = 8 };
+
+/* One call: what must be freed, and the first error. */
+typedef struct {
+    torch_tensor handles[MAX_TENSORS];
+    int count;
+    const char *error;
+} call;
+
+static int64_t live_handles;
+
+int64_t torch_ops_live_handles(void) { return __atomic_load_n(&live_handles, __ATOMIC_RELAXED); }
+
+static void fail(call *c, const char *error) {
+    if (!c->error) c->error = error;
+}
+
+static rope_dtype dtype_of(int32_t dtype) {
+    static int32_t codes[ROPE_UNSUPPORTED];
+    static int known;
+    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) { /* threads may race to store the same values */
+        codes[ROPE_F32] = torch.aoti_torch_dtype_float32();
+        codes[ROPE_F64] = torch.aoti_torch_dtype_float64();
+        codes[ROPE_F16] = torch.aoti_torch_dtype_float16();
+        codes[ROPE_BF16] = torch.aoti_torch_dtype_bfloat16();
+        codes[ROPE_U8] = torch.aoti_torch_dtype_uint8();
+        codes[ROPE_I8] = torch.aoti_torch_dtype_int8();
+        codes[ROPE_I16] = torch.aoti_torch_dtype_int16();
+        codes[ROPE_U16] = torch.aoti_torch_dtype_uint16();
+        codes[ROPE_I32] = torch.aoti_torch_dtype_int32();
+        codes[ROPE_U32] = torch.aoti_torch_dtype_uint32();
+        codes[ROPE_I64] = torch.aoti_torch_dtype_int64();
+        codes[ROPE_U64] = torch.aoti_torch_dtype_uint64();
+        __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
+    }
+    for (int i = 0; i < ROPE_UNSUPPORTED; i++)
+        if (codes[i] == dtype) return (rope_dtype)i;
+    return ROPE_UNSUPPORTED;
+}
+
+static void count_in(call *c, torch_tensor handle) {
+    c->handles[c->count++] = handle;
+    __atomic_add_fetch(&live_handles, 1, __ATOMIC_RELAXED);
+}
+
+static tensor describe(call *c, torch_tensor handle) {
+    tensor t = {.handle = handle, .dtype = ROPE_UNSUPPORTED};
+    int64_t dims, *sizes, *strides;
+    int32_t device;
+    if (torch.aoti_torch_get_dim(handle, &dims) || torch.aoti_torch_get_sizes(handle, &sizes) ||
+        torch.aoti_torch_get_strides(handle, &strides) || torch.aoti_torch_get_dtype(handle, &t.torch_dtype) ||
+        torch.aoti_torch_get_device_type(handle, &device)) {
+        fail(c, "an argument is not a plain strided tensor");
+        return t;
+    }
+    if (device != torch.aoti_torch_device_type_cpu()) fail(c, "all tensors must be on the CPU");
+    if (dims > ROPE_MAX_DIMS) fail(c, "tensors may have at most 16 dimensions");
+    t.dims = (int)dims;
+    t.sizes = sizes;
+    t.strides = strides;
+    t.dtype = dtype_of(t.torch_dtype);
+    return t;
+}
+
+static tensor take(call *c, torch_value value) {
+    torch_tensor handle = (torch_tensor)(uintptr_t)value;
+    count_in(c, handle);
+    tensor t = describe(c, handle);
+    if (!c->error && torch.torch_get_const_data_ptr(handle, &t.data)) fail(c, "a tensor has no memory of its own");
+    return t;
+}
+
+/* A new tensor; with strides == NULL contiguous. */
+static tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
+    int64_t dense[ROPE_MAX_DIMS], step = 1;
+    for (int d = dims - 1; d >= 0; d--) {
+        dense[d] = step;
+        step *= sizes[d] > 1 ? sizes[d] : 1;
+    }
+    torch_tensor handle;
+    tensor t = {0};
+    if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype,
+                                       torch.aoti_torch_device_type_cpu(), 0, &handle)) {
+        fail(c, "the result could not be allocated");
+        return t;
+    }
+    count_in(c, handle);
+    t = describe(c, handle);
+    void *data;
+    if (!c->error && torch.torch_get_mutable_data_ptr(handle, &data)) fail(c, "the result has no memory");
+    if (!c->error) t.data = data;
+    return t;
+}
+
+static int64_t count_of(const tensor *t) {
+    int64_t count = 1;
+    for (int d = 0; d < t->dims; d++) count *= t->sizes[d];
+    return count;
+}
+
+static size_t bytes_of(const tensor *t) {
+    static const size_t size[ROPE_UNSUPPORTED + 1] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 0};
+    return (size_t)count_of(t) * size[t->dtype];
+}
+
+/* Gives the results to the stack, frees everything else, raises the error if there was one. */
+static void finish(call *c, torch_value *stack, const tensor *results, int result_count) {
+    for (int i = 0; i < c->count; i++) {
+        int kept = 0;
+        for (int r = 0; !c->error && r < result_count; r++) kept |= c->handles[i] == results[r].handle;
+        if (!kept) torch.aoti_torch_delete_tensor_object(c->handles[i]);
+        __atomic_sub_fetch(&live_handles, 1, __ATOMIC_RELAXED);
+    }
+    if (c->error) torch.aoti_torch_check(false, "nd_rotary", __FILE__, __LINE__, c->error);
+    for (int r = 0; r < result_count; r++) stack[r] = (torch_value)(uintptr_t)results[r].handle;
+}
+
+static int parallel_for(int64_t count, int64_t grain, rope_task *task, void *context) {
+    if (count <= grain) {
+        task(0, count, context);
+        return 0;
+    }
+    return torch.torch_parallel_for(0, count, grain, task, context);
+}
+
+/* The leading dims of all operands, aligned to the right and broadcast. */
+enum { LEAD_X, LEAD_Y, LEAD_SAVED, LEAD_ANGLES, LEAD_GRAD_ANGLES, LEAD_TENSORS };
+
+typedef struct {
+    int dims;
+    int64_t size[ROPE_MAX_DIMS];
+    int64_t stride[LEAD_TENSORS][ROPE_MAX_DIMS];
+} lead_dims;
+
+/* Adds a tensor whose leading dims are sizes[0..dims), the last of them shortened by `skip`. */
+static void add_lead(call *c, lead_dims *lead, int which, int dims, const int64_t *sizes, const int64_t *strides,
+                     int64_t skip) {
+    for (int d = 0; d < dims; d++) {
+        const int at = lead->dims - dims + d;
+        const int64_t size = d == dims - 1 ? sizes[d] - skip : sizes[d];
+        if (size == 1) continue; /* stride 0: broadcast */
+        if (lead->size[at] != 1 && lead->size[at] != size)
+            fail(c, "leading dims of the embeddings and of the positions or angles can't be broadcast");
+        lead->size[at] = size;
+        lead->stride[which][at] = strides[d];
+    }
+}
+
+static void append(int *count, int64_t *sizes, int64_t *strides[LEAD_TENSORS], int64_t size,
+                   const int64_t step[LEAD_TENSORS]) {
+    const int last = *count - 1;
+    int joins = last >= 0;
+    for (int w = 0; joins && w < LEAD_TENSORS; w++) joins = strides[w][last] == step[w] * size;
+    const int at = joins ? last : (*count)++;
+    sizes[at] = joins ? sizes[at] * size : size;
+    for (int w = 0; w < LEAD_TENSORS; w++) strides[w][at] = step[w];
+}
+
+/* Splits the leading dims into token and repeat dims and joins what lies side by side. */
+static void set_rows(rope_args *args, const lead_dims *lead) {
+    rope_operand *angles = args->positions.data ? &args->positions : &args->freqs;
+    rope_operand *grad = args->positions.data ? &args->grad_positions : &args->grad_freqs;
+    int64_t unused[2][ROPE_MAX_DIMS];
+    int64_t *token[] = {args->x.token, args->y.token, args->saved.token, angles->token, grad->token};
+    int64_t *repeat[] = {args->x.repeat, args->y.repeat, args->saved.repeat, unused[0], unused[1]};
+    for (int d = 0; d < lead->dims; d++) {
+        int64_t step[LEAD_TENSORS];
+        if (lead->size[d] == 1) continue;
+        for (int w = 0; w < LEAD_TENSORS; w++) step[w] = lead->stride[w][d];
+        if (step[LEAD_ANGLES] != 0 || step[LEAD_GRAD_ANGLES] != 0)
+            append(&args->token_dims, args->token_size, token, lead->size[d], step);
+        else
+            append(&args->repeat_dims, args->repeat_size, repeat, lead->size[d], step);
+    }
+}
+
+static void set_rope_tensor(rope_tensor *to, const tensor *t, int head_dim_at) {
+    to->data = (void *)(uintptr_t)t->data;
+    to->head = t->sizes[head_dim_at] == 1 ? 0 : t->strides[head_dim_at];
+    to->channel = t->strides[t->dims - 1];
+}
+
+static int non_overlapping_and_dense(const tensor *t) {
+    int done[ROPE_MAX_DIMS] = {0};
+    for (int64_t step = 1;;) {
+        int found = -1, left = 0;
+        for (int d = 0; d < t->dims; d++) {
+            if (done[d] || t->sizes[d] < 2) continue;
+            left = 1;
+            if (t->strides[d] == step) found = d;
+        }
+        if (!left) return 1;
+        if (found < 0) return 0;
+        done[found] = 1;
+        step *= t->sizes[found];
+    }
+}
+
+/* The settings that all rotations by positions and frequencies share, as they stand at the end of the schemas. */
+typedef struct {
+    int64_t block, rotary_offset, prefix;
+    int head_first, inverse;
+} settings;
+
+static settings read_settings(const torch_value *stack) {
+    settings s = {(int64_t)stack[0], (int64_t)stack[1], (int64_t)stack[2], (stack[3] & 0xff) != 0, (stack[4] & 0xff) != 0};
+    return s;
+}
+
+static void check_embeddings(call *c, const tensor *x) {
+    if (x->dtype >= ROPE_EMBEDDING_DTYPES) fail(c, "embeddings must be float16, bfloat16, float32 or float64");
+    if (x->dims < 2) fail(c, "embeddings need the dims of heads and channels");
+}
+
+/* The parts of a call by positions and frequencies; y and saved may be NULL. */
+typedef struct {
+    const tensor *x, *y, *saved, *positions, *freqs, *grad_positions, *grad_freqs;
+    int saved_is_input;
+} parts;
+
+static void check_parts(call *c, const parts *p, const settings *s) {
+    const tensor *x = p->x, *positions = p->positions, *freqs = p->freqs;
+    if (c->error) return;
+    check_embeddings(c, x);
+    if (positions->dtype == ROPE_UNSUPPORTED) fail(c, "positions must be integers or floating point");
+    if (freqs->dtype >= ROPE_EMBEDDING_DTYPES) fail(c, "freqs must be floating point");
+    if (positions->dims < 1 || freqs->dims != 3) fail(c, "positions need 1 dim or more, and freqs 3");
+    if (c->error) return;
+    if (x->dims < 3 && (s->head_first || s->prefix)) fail(c, "embeddings need a dim of tokens");
+    if (c->error) return;
+    const int head_at = s->head_first ? x->dims - 3 : x->dims - 2;
+    const int64_t heads = x->sizes[head_at], head_dim = x->sizes[x->dims - 1], pairs = freqs->sizes[2];
+    if (freqs->sizes[0] < 1 || freqs->sizes[0] != positions->sizes[positions->dims - 1])
+        fail(c, "freqs and positions must have the same number of axes, at least 1");
+    if (freqs->sizes[1] != 1 && freqs->sizes[1] != heads) fail(c, "freqs must have 1 head or those of the embeddings");
+    if (s->rotary_offset < 0 || s->rotary_offset > head_dim || pairs > (head_dim - s->rotary_offset) / 2)
+        fail(c, "the rotated channels must lie inside the head");
+    if (s->block < 2 || s->block % 2 != 0 || (2 * pairs) % s->block != 0)
+        fail(c, "the rotated channels must be whole blocks of an even number of channels");
+    if (s->prefix < 0 || (s->prefix && s->prefix > x->sizes[s->head_first ? x->dims - 2 : x->dims - 3]))
+        fail(c, "there are fewer tokens than prefix tokens");
+}
+
+/* Sizes and strides of the leading dims of an embedding tensor: all but heads and channels. */
+static int lead_of(const tensor *t, int head_first, int64_t *sizes, int64_t *strides) {
+    int dims = 0;
+    const int head_at = head_first ? t->dims - 3 : t->dims - 2;
+    for (int d = 0; d < t->dims - 1; d++)
+        if (d != head_at) {
+            sizes[dims] = t->sizes[d];
+            strides[dims++] = t->strides[d];
+        }
+    return dims;
+}
+
+static void broadcast(call *c, const parts *p, const settings *s, lead_dims *lead) {
+    const tensor *embeddings[] = {[LEAD_X] = p->x, [LEAD_Y] = p->y, [LEAD_SAVED] = p->saved};
+    const tensor *positions[] = {p->positions, p->grad_positions};
+    lead->dims = p->x->dims - 2 > p->positions->dims - 1 ? p->x->dims - 2 : p->positions->dims - 1;
+    for (int d = 0; d < lead->dims; d++) lead->size[d] = 1;
+    for (int w = 0; w < 3; w++) {
+        int64_t sizes[ROPE_MAX_DIMS], strides[ROPE_MAX_DIMS];
+        if (embeddings[w] && embeddings[w]->dims - 2 <= lead->dims)
+            add_lead(c, lead, w, lead_of(embeddings[w], s->head_first, sizes, strides), sizes, strides, s->prefix);
+    }
+    for (int w = 0; w < 2; w++)
+        if (positions[w])
+            add_lead(c, lead, LEAD_ANGLES + w, positions[w]->dims - 1, positions[w]->sizes, positions[w]->strides, 0);
+}
+
+/* The tokens before the positions start: copied. The kernel does it too, as rows without pairs. */
+static void copy_prefix(call *c, const rope_args *args, const lead_dims *lead, int64_t prefix) {
+    rope_args copy = *args;
+    lead_dims rows = *lead;
+    rows.size[rows.dims - 1] = prefix;
+    memset(rows.stride[LEAD_ANGLES], 0, 2 * sizeof rows.stride[0]);
+    memset(&copy.positions, 0, sizeof copy.positions);
+    memset(&copy.saved, 0, sizeof copy.saved);
+    memset(&copy.grad_positions, 0, sizeof copy.grad_positions);
+    memset(&copy.grad_freqs, 0, sizeof copy.grad_freqs);
+    copy.token_dims = copy.repeat_dims = 0;
+    copy.pairs = 0;
+    copy.axes = 1;
+    set_rows(&copy, &rows);
+    const char *error = rope_cpu_run(&copy, parallel_for);
+    if (error) fail(c, error);
+}
+
+static void run_parts(call *c, const parts *p, const settings *s) {
+    lead_dims lead = {0};
+    broadcast(c, p, s, &lead);
+    if (c->error) return;
+    const tensor *x = p->x;
+    const int head_at = s->head_first ? x->dims - 3 : x->dims - 2, token_at = s->head_first ? x->dims - 2 : x->dims - 3;
+    rope_args args = {.dtype = x->dtype,
+                      .heads = x->sizes[head_at],
+                      .head_dim = x->sizes[x->dims - 1],
+                      .pairs = p->freqs->sizes[2],
+                      .rotary_offset = s->rotary_offset,
+                      .block = s->block,
+                      .inverse = s->inverse,
+                      .axes = p->freqs->sizes[0],
+                      .freq_heads = p->freqs->sizes[1],
+                      .saved_is_input = p->saved_is_input};
+    set_rope_tensor(&args.x, x, head_at);
+    if (p->y) set_rope_tensor(&args.y, p->y, p->y->dims - x->dims + head_at);
+    if (p->saved) set_rope_tensor(&args.saved, p->saved, p->saved->dims - x->dims + head_at);
+    args.freqs = (rope_operand){.data = (void *)(uintptr_t)p->freqs->data,
+                                .dtype = p->freqs->dtype,
+                                .axis = p->freqs->strides[0],
+                                .head = p->freqs->strides[1],
+                                .pair = p->freqs->strides[2]};
+    args.positions = (rope_operand){.data = (void *)(uintptr_t)p->positions->data,
+                                    .dtype = p->positions->dtype,
+                                    .axis = p->positions->strides[p->positions->dims - 1]};
+    if (p->grad_positions)
+        args.grad_positions = (rope_operand){.data = (void *)(uintptr_t)p->grad_positions->data,
+                                             .dtype = p->grad_positions->dtype,
+                                             .axis = 1};
+    if (p->grad_freqs)
+        args.grad_freqs = (rope_operand){.data = (void *)(uintptr_t)p->grad_freqs->data,
+                                         .dtype = p->grad_freqs->dtype,
+                                         .axis = p->grad_freqs->strides[0],
+                                         .head = p->grad_freqs->strides[1],
+                                         .pair = p->grad_freqs->strides[2]};
+    if (s->prefix && p->y && p->y->data != x->data) copy_prefix(c, &args, &lead, s->prefix);
+    if (s->prefix) {
+        const size_t size = bytes_of(x) / (size_t)count_of(x);
+        const tensor *embeddings[] = {x, p->y, p->saved};
+        rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
+        for (int i = 0; i < 3; i++)
+            if (embeddings[i]) {
+                const int64_t stride = embeddings[i]->strides[embeddings[i]->dims - x->dims + token_at];
+                rows[i]->data = (char *)rows[i]->data + s->prefix * stride * (int64_t)size;
+            }
+    }
+    set_rows(&args, &lead);
+    const char *error = c->error ? NULL : rope_cpu_run(&args, parallel_for);
+    if (error) fail(c, error);
+}
+
+/* The result's shape: leading dims broadcast, and the strides of x where nothing is and x is dense. */
+static tensor allocate_output(call *c, const parts *p, const settings *s) {
+    lead_dims lead = {0};
+    tensor none = {0};
+    broadcast(c, p, s, &lead);
+    if (c->error) return none;
+    const tensor *x = p->x;
+    int64_t sizes[ROPE_MAX_DIMS];
+    const int dims = lead.dims + 2, head_at = s->head_first ? dims - 3 : dims - 2;
+    if (dims > ROPE_MAX_DIMS) {
+        fail(c, "the result would have more than 16 dimensions");
+        return none;
+    }
+    for (int d = 0, from = 0; d < dims - 1; d++) {
+        if (d == head_at) {
+            sizes[d] = x->sizes[s->head_first ? x->dims - 3 : x->dims - 2];
+            continue;
+        }
+        sizes[d] = lead.size[from++];
+        if (from == lead.dims) sizes[d] += s->prefix;
+    }
+    sizes[dims - 1] = x->sizes[x->dims - 1];
+    const int same = dims == x->dims && memcmp(sizes, x->sizes, (size_t)dims * sizeof *sizes) == 0;
+    return allocate(c, dims, sizes, same && non_overlapping_and_dense(x) ? x->strides : NULL, x->torch_dtype);
+}
+
+/* rotate(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_first, inverse) -> y */
+static void kernel_rotate(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    call c = {0};
+    tensor x = take(&c, stack[0]), positions = take(&c, stack[1]), freqs = take(&c, stack[2]), y = {0};
+    settings s = read_settings(stack + 3);
+    parts p = {.x = &x, .positions = &positions, .freqs = &freqs};
+    check_parts(&c, &p, &s);
+    if (!c.error) y = allocate_output(&c, &p, &s);
+    p.y = &y;
+    if (!c.error && count_of(&y) > 0) run_parts(&c, &p, &s);
+    finish(&c, stack, &y, 1);
+}
+
+/* rotate_(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_first, inverse) */
+static void kernel_rotate_(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    call c = {0};
+    tensor x = take(&c, stack[0]), positions = take(&c, stack[1]), freqs = take(&c, stack[2]);
+    settings s = read_settings(stack + 3);
+    parts p = {.x = &x, .y = &x, .positions = &positions, .freqs = &freqs};
+    void *data;
+    check_parts(&c, &p, &s);
+    if (!c.error && torch.torch_get_mutable_data_ptr(x.handle, &data)) fail(&c, "embeddings can't be written to");
+    if (!c.error) {
+        lead_dims lead = {0};
+        x.data = data;
+        broadcast(&c, &p, &s, &lead);
+        int same = lead.dims == x.dims - 2;
+        int64_t sizes[ROPE_MAX_DIMS], strides[ROPE_MAX_DIMS];
+        lead_of(&x, s.head_first, sizes, strides);
+        for (int d = 0; same && d < lead.dims; d++)
+            same = lead.size[d] == sizes[d] - (d == lead.dims - 1 ? s.prefix : 0);
+        if (!same) fail(&c, "in place, positions may not have more or larger leading dims than the embeddings");
+        for (int d = 0; d < x.dims; d++)
+            if (x.sizes[d] > 1 && x.strides[d] == 0) fail(&c, "in place, embeddings may not be expanded");
+    }
+    if (!c.error && count_of(&x) > 0) run_parts(&c, &p, &s);
+    finish(&c, stack, NULL, 0);
+}
+
+static int same_shape(const tensor *a, const tensor *b) {
+    return a->dims == b->dims && memcmp(a->sizes, b->sizes, (size_t)a->dims * sizeof *a->sizes) == 0;
+}
+
+/* rotate_backward(grad, y, positions, freqs, block, rotary_offset, num_prefix_tokens, head_first, inverse,
+ *                 need_x, need_positions, need_freqs) -> (grad_x, grad_positions, grad_freqs) */
+static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    static const int64_t nothing[1] = {0};
+    call c = {0};
+    tensor grad = take(&c, stack[0]), y = take(&c, stack[1]), results[3] = {{0}};
+    tensor positions = take(&c, stack[2]), freqs = take(&c, stack[3]);
+    settings s = read_settings(stack + 4);
+    const int need_x = (stack[9] & 0xff) != 0, need_positions = (stack[10] & 0xff) != 0,
+              need_freqs = (stack[11] & 0xff) != 0;
+    parts p = {.x = &grad, .saved = &y, .positions = &positions, .freqs = &freqs};
+    s.inverse = !s.inverse;
+    check_parts(&c, &p, &s);
+    if (!c.error && (!same_shape(&grad, &y) || grad.dtype != y.dtype))
+        fail(&c, "the gradient must have the shape and dtype of the output");
+    if (!c.error && positions.dims - 1 > grad.dims - 2) fail(&c, "positions have more dims than the gradient");
+    if (!c.error && need_positions && positions.dtype >= ROPE_EMBEDDING_DTYPES)
+        fail(&c, "integer positions have no gradient");
+    if (!c.error) {
+        lead_dims lead = {0};
+        int64_t sizes[ROPE_MAX_DIMS], strides[ROPE_MAX_DIMS];
+        broadcast(&c, &p, &s, &lead);
+        lead_of(&grad, s.head_first, sizes, strides);
+        for (int d = 0; d < lead.dims; d++)
+            if (lead.size[d] != sizes[d] - (d == lead.dims - 1 ? s.prefix : 0))
+                fail(&c, "the gradient must have the broadcast shape");
+    }
+    if (!c.error)
+        results[0] = need_x ? allocate(&c, y.dims, y.sizes, non_overlapping_and_dense(&y) ? y.strides : NULL,
+                                       y.torch_dtype)
+                            : allocate(&c, 1, nothing, NULL, y.torch_dtype);
+    if (!c.error)
+        results[1] = allocate(&c, need_positions ? positions.dims : 1, need_positions ? positions.sizes : nothing, NULL,
+                              need_positions ? positions.torch_dtype : y.torch_dtype);
+    if (!c.error)
+        results[2] = allocate(&c, need_freqs ? 3 : 1, need_freqs ? freqs.sizes : nothing, NULL, freqs.torch_dtype);
+    if (need_x) p.y = &results[0];
+    if (need_positions) p.grad_positions = &results[1];
+    if (need_freqs) p.grad_freqs = &results[2];
+    if (!c.error && count_of(&grad) == 0)
+        for (int i = 1; i < 3; i++) {
+            if (count_of(&results[i]) > 0) memset((void *)(uintptr_t)results[i].data, 0, bytes_of(&results[i]));
+        }
+    else if (!c.error)
+        run_parts(&c, &p, &s);
+    finish(&c, stack, results, 3);
+}
+
+/* Rotation by given angles [..., H | 1, F]; grad_angles may be NULL. x and y as in parts. */
+static void run_angles(call *c, const tensor *x, const tensor *y, const tensor *saved, const tensor *angles,
+                       const tensor *grad_angles, int inverse) {
+    lead_dims lead = {.dims = y ? y->dims - 2 : x->dims - 2};
+    const tensor *operands[LEAD_TENSORS] = {x, y, saved, angles, grad_angles};
+    for (int d = 0; d < lead.dims; d++) lead.size[d] = 1;
+    for (int w = 0; w < LEAD_TENSORS; w++)
+        if (operands[w]) add_lead(c, &lead, w, operands[w]->dims - 2, operands[w]->sizes, operands[w]->strides, 0);
+    if (c->error) return;
+    const int64_t heads = x->sizes[x->dims - 2], pairs = angles->sizes[angles->dims - 1];
+    rope_args args = {.dtype = x->dtype,
+                      .heads = heads,
+                      .head_dim = 2 * pairs,
+                      .pairs = pairs,
+                      .block = 2,
+                      .inverse = inverse,
+                      .axes = 1,
+                      .freq_heads = angles->sizes[angles->dims - 2],
+                      .saved_is_input = 1};
+    set_rope_tensor(&args.x, x, x->dims - 2);
+    if (y) set_rope_tensor(&args.y, y, y->dims - 2);
+    if (saved) set_rope_tensor(&args.saved, saved, saved->dims - 2);
+    const tensor *small[] = {angles, grad_angles};
+    rope_operand *to[] = {&args.freqs, &args.grad_freqs};
+    for (int i = 0; i < 2; i++)
+        if (small[i])
+            *to[i] = (rope_operand){.data = (void *)(uintptr_t)small[i]->data,
+                                    .dtype = small[i]->dtype,
+                                    .head = small[i]->strides[small[i]->dims - 2],
+                                    .pair = small[i]->strides[small[i]->dims - 1]};
+    set_rows(&args, &lead);
+    const char *error = rope_cpu_run(&args, parallel_for);
+    if (error) fail(c, error);
+}
+
+static void check_angles(call *c, const tensor *x, const tensor *angles) {
+    if (c->error) return;
+    check_embeddings(c, x);
+    if (angles->dtype >= ROPE_EMBEDDING_DTYPES) fail(c, "angles must be floating point");
+    if (angles->dims != x->dims) fail(c, "embeddings and angles must have the same number of dims");
+    if (c->error) return;
+    if (x->sizes[x->dims - 1] != 2 * angles->sizes[angles->dims - 1])
+        fail(c, "angles must have half as many channels as the embeddings");
+    const int64_t heads = angles->sizes[angles->dims - 2];
+    if (heads != 1 && heads != x->sizes[x->dims - 2]) fail(c, "angles must have 1 head or those of the embeddings");
+}
+
+/* rotate_by_angles(x, angles) -> y, contiguous */
+static void kernel_rotate_by_angles(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    call c = {0};
+    tensor x = take(&c, stack[0]), angles = take(&c, stack[1]), y = {0};
+    int64_t sizes[ROPE_MAX_DIMS];
+    check_angles(&c, &x, &angles);
+    for (int d = 0; !c.error && d < x.dims; d++) sizes[d] = d < x.dims - 2 && x.sizes[d] == 1 ? angles.sizes[d] : x.sizes[d];
+    if (!c.error) y = allocate(&c, x.dims, sizes, NULL, x.torch_dtype);
+    if (!c.error) run_angles(&c, &x, &y, NULL, &angles, NULL, 0);
+    finish(&c, stack, &y, 1);
+}
+
+/* rotate_by_angles_(x, angles) */
+static void kernel_rotate_by_angles_(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    call c = {0};
+    tensor x = take(&c, stack[0]), angles = take(&c, stack[1]);
+    void *data;
+    check_angles(&c, &x, &angles);
+    if (!c.error && torch.torch_get_mutable_data_ptr(x.handle, &data)) fail(&c, "embeddings can't be written to");
+    for (int d = 0; !c.error && d < x.dims; d++) {
+        if (d < x.dims - 2 && angles.sizes[d] != 1 && angles.sizes[d] != x.sizes[d])
+            fail(&c, "in place, angles may not have larger leading dims than the embeddings");
+        if (x.sizes[d] > 1 && x.strides[d] == 0) fail(&c, "in place, embeddings may not be expanded");
+    }
+    if (!c.error) {
+        x.data = data;
+        run_angles(&c, &x, &x, NULL, &angles, NULL, 0);
+    }
+    finish(&c, stack, NULL, 0);
+}
+
+/* rotate_by_angles_backward(grad, x, angles, need_x, need_angles) -> (grad_x, grad_angles), contiguous */
+static void kernel_rotate_by_angles_backward(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    static const int64_t nothing[1] = {0};
+    call c = {0};
+    tensor grad = take(&c, stack[0]), x = take(&c, stack[1]), angles = take(&c, stack[2]), results[2] = {{0}};
+    const int need_x = (stack[3] & 0xff) != 0, need_angles = (stack[4] & 0xff) != 0;
+    check_angles(&c, &grad, &angles);
+    if (!c.error && (!same_shape(&grad, &x) || grad.dtype != x.dtype))
+        fail(&c, "the gradient must have the shape and dtype of the embeddings");
+    for (int d = 0; !c.error && d < x.dims - 2; d++)
+        if (angles.sizes[d] != 1 && angles.sizes[d] != x.sizes[d]) fail(&c, "angles must broadcast to the embeddings");
+    if (!c.error) results[0] = allocate(&c, need_x ? x.dims : 1, need_x ? x.sizes : nothing, NULL, x.torch_dtype);
+    if (!c.error)
+        results[1] = allocate(&c, need_angles ? angles.dims : 1, need_angles ? angles.sizes : nothing, NULL,
+                              angles.torch_dtype);
+    if (!c.error && count_of(&grad) == 0 && count_of(&results[1]) > 0)
+        memset((void *)(uintptr_t)results[1].data, 0, bytes_of(&results[1]));
+    else if (!c.error && count_of(&grad) > 0)
+        run_angles(&c, &grad, need_x ? &results[0] : NULL, need_angles ? &x : NULL, &angles,
+                   need_angles ? &results[1] : NULL, 1);
+    finish(&c, stack, results, 2);
+}
+
+/* calculate_angles(positions, freqs) -> angles [..., H, F], contiguous */
+static void kernel_calculate_angles(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    call c = {0};
+    tensor positions = take(&c, stack[0]), freqs = take(&c, stack[1]), angles = {0};
+    int64_t sizes[ROPE_MAX_DIMS];
+    if (!c.error && positions.dtype == ROPE_UNSUPPORTED) fail(&c, "positions must be integers or floating point");
+    if (!c.error && freqs.dtype >= ROPE_EMBEDDING_DTYPES) fail(&c, "freqs must be floating point");
+    if (!c.error && (positions.dims < 1 || positions.dims >= ROPE_MAX_DIMS || freqs.dims != 4))
+        fail(&c, "positions need 1 to 15 dims, and freqs 4");
+    if (!c.error && (freqs.sizes[0] < 1 || freqs.sizes[0] != positions.sizes[positions.dims - 1]))
+        fail(&c, "freqs and positions must have the same number of axes, at least 1");
+    if (!c.error) {
+        memcpy(sizes, positions.sizes, (size_t)(positions.dims - 1) * sizeof *sizes);
+        sizes[positions.dims - 1] = freqs.sizes[2];
+        sizes[positions.dims] = freqs.sizes[3];
+        angles = allocate(&c, positions.dims + 1, sizes, NULL, freqs.torch_dtype);
+    }
+    if (!c.error && count_of(&angles) > 0) {
+        rope_args args = {.axes = freqs.sizes[0], .freq_heads = freqs.sizes[2], .pairs = freqs.sizes[3]};
+        args.positions = (rope_operand){.data = (void *)(uintptr_t)positions.data,
+                                        .dtype = positions.dtype,
+                                        .axis = positions.strides[positions.dims - 1]};
+        args.freqs = (rope_operand){.data = (void *)(uintptr_t)freqs.data,
+                                    .dtype = freqs.dtype,
+                                    .axis = freqs.strides[0],
+                                    .head = freqs.strides[2],
+                                    .pair = freqs.strides[3]};
+        rope_operand out = {.data = (void *)(uintptr_t)angles.data,
+                            .dtype = angles.dtype,
+                            .head = angles.strides[positions.dims - 1],
+                            .pair = angles.strides[positions.dims]};
+        args.token_dims = positions.dims - 1;
+        for (int d = 0; d < args.token_dims; d++) {
+            args.token_size[d] = positions.sizes[d];
+            args.positions.token[d] = positions.strides[d];
+            out.token[d] = angles.strides[d];
+        }
+        const char *error = rope_cpu_angles(&args, freqs.sizes[1], freqs.strides[1], &out, parallel_for);
+        if (error) fail(&c, error);
+    }
+    finish(&c, stack, &angles, 1);
+}
+
+int torch_ops_register(void) {
+    static const struct {
+        const char *name;
+        torch_kernel *kernel;
+    } kernels[] = {
+        {"_rotate", kernel_rotate},
+        {"_rotate_", kernel_rotate_},
+        {"_rotate_backward", kernel_rotate_backward},
+        {"apply_rope", kernel_rotate},
+        {"_rotate_by_angles", kernel_rotate_by_angles},
+        {"_rotate_by_angles_", kernel_rotate_by_angles_},
+        {"_rotate_by_angles_backward", kernel_rotate_by_angles_backward},
+        {"rotate_embeddings", kernel_rotate_by_angles},
+        {"_calculate_angles", kernel_calculate_angles},
+        {"calculate_rope", kernel_calculate_angles},
+    };
+    /* torch keeps a pointer to the library for as long as the process lives */
+    torch_library library;
+    if (torch.aoti_torch_library_init_impl("nd_rotary", "CPU", __FILE__, __LINE__, &library)) return -1;
+    for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
+        if (torch.torch_library_impl(library, kernels[i].name, kernels[i].kernel, TORCH_ABI_TARGET)) return -1;
+    return 0;
+}

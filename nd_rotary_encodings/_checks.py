@@ -1,0 +1,192 @@
+"""What may be asked of ``apply_rope`` and its relatives, in the users' words. Nothing here reads tensor values."""
+
+import torch
+from torch import Tensor
+
+EMBEDDING_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+INTEGER_DTYPES = {
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+}
+POSITION_DTYPES = EMBEDDING_DTYPES | INTEGER_DTYPES
+MAX_DIMS = 16
+
+
+def check_types(x: Tensor, positions: Tensor, freqs: Tensor, name: str, position_name: str) -> None:
+    """Dtypes and devices of the three operands."""
+    if x.dtype not in EMBEDDING_DTYPES:
+        raise ValueError(f"Expected {name} to be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if positions.dtype not in POSITION_DTYPES:
+        raise ValueError(f"Expected {position_name} to be integers or real floating point, got {positions.dtype}")
+    if freqs.dtype not in EMBEDDING_DTYPES:
+        raise ValueError(f"Expected freqs to be float16, bfloat16, float32 or float64, got {freqs.dtype}")
+    if not (x.is_cpu and positions.is_cpu and freqs.is_cpu) and not (x.device == positions.device == freqs.device):
+        raise ValueError(
+            f"Expected {name}, {position_name} and freqs to be on one device, got {x.device}, "
+            f"{positions.device} and {freqs.device}"
+        )
+
+
+def check_broadcast(
+    lead, position_lead, name: str, position_name: str, shape: torch.Size, position_shape: torch.Size
+) -> None:
+    """Leading dims that broadcast, both ways."""
+    for a, b in zip(reversed(lead), reversed(position_lead), strict=False):
+        if a != b and a != 1 and b != 1:
+            raise ValueError(
+                f"Expected leading dims of {position_name} to be broadcastable to leading dims of {name}, "
+                f"but got shapes {tuple(position_shape)} and {tuple(shape)}, respectively"
+            )
+
+
+def check_apply_rope(
+    x: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    layout: str | int,
+    rotary_offset: int,
+    num_prefix_tokens: int,
+    head_dim_first: bool,
+) -> int:
+    """All rules of ``apply_rope``; returns the layout as the number of channels in a block.
+
+    Raises:
+        ValueError: naming the argument, the rule and what came.
+    """
+    check_types(x, positions, freqs, "x", "positions")
+    shape, position_shape, freq_shape = x.shape, positions.shape, freqs.shape
+    dims = len(shape)
+    if dims < 2 + (head_dim_first or num_prefix_tokens != 0) or dims > MAX_DIMS:
+        wanted = "[..., H, N, D]" if head_dim_first else "[..., N, H, D]"
+        raise ValueError(f"Expected x to have shape {wanted} of at most {MAX_DIMS} dims, got {tuple(shape)}")
+    if not 1 <= len(position_shape) < MAX_DIMS:
+        raise ValueError(
+            f"Expected positions to have shape [..., N, P] of fewer than {MAX_DIMS} dims, got {tuple(position_shape)}"
+        )
+    if len(freq_shape) != 3:
+        raise ValueError(f"Expected freqs to have shape [P, H or 1, F], got {tuple(freq_shape)}")
+    axes, freq_heads, pairs = freq_shape
+    if axes != position_shape[-1] or axes == 0:
+        raise ValueError(
+            "Expected first dimension of freqs and last dimension of positions to match and not to be 0, got "
+            f"shapes {tuple(freq_shape)} and {tuple(position_shape)}"
+        )
+    heads, head_dim = shape[-3 if head_dim_first else -2], shape[-1]
+    if freq_heads != 1 and freq_heads != heads:
+        raise ValueError(
+            f"Expected freqs to have as many heads as x ({heads}) or 1, got {freq_heads} "
+            f"(shapes {tuple(freq_shape)} and {tuple(shape)})"
+        )
+    if rotary_offset < 0 or rotary_offset + 2 * pairs > head_dim:
+        raise ValueError(
+            f"Expected the rotated channels [rotary_offset, rotary_offset + 2 * F) = [{rotary_offset}, "
+            f"{rotary_offset + 2 * pairs}) to lie inside a head of {head_dim} channels"
+        )
+    if layout == "interleaved":
+        block = 2
+    elif layout == "half":
+        block = max(2 * pairs, 2)
+    elif isinstance(layout, int) and not isinstance(layout, bool):
+        block = layout
+        if block < 2 or block % 2 != 0 or (2 * pairs) % block != 0:
+            raise ValueError(
+                f"Expected layout as a number to be even and to divide the rotated channels ({2 * pairs}), got {block}"
+            )
+    else:
+        raise ValueError(f"Expected layout to be 'interleaved', 'half' or a number of channels, got {layout!r}")
+
+    if dims == len(position_shape) + 1 and not num_prefix_tokens:
+        if head_dim_first:
+            if shape[-2] == position_shape[-2] and shape[:-3] == position_shape[:-2]:
+                return block
+        elif shape[:-2] == position_shape[:-1]:
+            return block
+    lead = [*shape[:-3], shape[-2]] if head_dim_first else list(shape[:-2])
+    if num_prefix_tokens:
+        if not 0 <= num_prefix_tokens <= lead[-1]:
+            raise ValueError(
+                f"Expected num_prefix_tokens to be between 0 and the number of tokens ({lead[-1]}), "
+                f"got {num_prefix_tokens}"
+            )
+        lead[-1] -= num_prefix_tokens
+    check_broadcast(lead, position_shape[:-1], "x", "positions", shape, position_shape)
+    if max(len(lead), len(position_shape) - 1) + 2 > MAX_DIMS:
+        raise ValueError(f"Expected the result to have at most {MAX_DIMS} dims, got x {tuple(shape)} and positions {tuple(position_shape)}")
+    return block
+
+
+def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str) -> None:
+    """What writing to ``x`` needs: one element per place in memory, and no broadcasting of ``x``."""
+    if len(position_lead) > len(lead) or any(
+        b != 1 and a != b for a, b in zip(reversed(lead), reversed(position_lead), strict=False)
+    ):
+        raise ValueError(
+            f"In place, {name} needs the full shape: expected leading dims of {position_name} to be broadcastable "
+            f"to those of {name}, got {tuple(position_lead)} and {tuple(lead)}"
+        )
+    if overlaps_itself(x):
+        raise ValueError(
+            f"In place, expected each element of {name} to have memory of its own, got strides {x.stride()} "
+            f"for shape {tuple(x.shape)} (expanded or overlapping; clone it first)"
+        )
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+
+
+def _nested_dims(x: Tensor) -> list[tuple[int, int]] | None:
+    """(size, stride) from the largest stride down where each stride steps over all inner dims, else None."""
+    dims = sorted(((n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), key=lambda dim: -dim[1])
+    span = 0
+    for size, stride in reversed(dims):
+        if stride <= span:
+            return None
+        span += (size - 1) * stride
+    return dims
+
+
+def _places(x: Tensor, start: int, length: int) -> Tensor:
+    """A count per element of storage in [start, start + length) of how often ``x`` refers to it."""
+    counts = torch.zeros(length, dtype=torch.int32, device=x.device)
+    index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        index += (torch.arange(size, device=x.device) * stride).view(-1, *[1] * (x.ndim - 1 - dim))
+    return counts.index_put_((index.flatten() + (x.storage_offset() - start),), counts.new_ones(()), accumulate=True)
+
+
+def _range(x: Tensor) -> tuple[int, int]:
+    last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.storage_offset(), last + 1
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements of ``x`` share memory."""
+    if x.is_contiguous() or x.numel() < 2 or _nested_dims(x) is not None:
+        return False
+    start, end = _range(x)
+    return bool((_places(x, start, end - start) > 1).any())
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether an element of ``x`` and one of ``y`` share memory."""
+    if not x.numel() or not y.numel() or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    if x.dtype != y.dtype:
+        x, y = x.view(torch.uint8), y.view(torch.uint8)
+    (x_start, x_end), (y_start, y_end) = _range(x), _range(y)
+    if x_end <= y_start or y_end <= x_start:
+        return False
+    dims = _nested_dims(x)
+    if dims is not None and x.shape == y.shape and x.stride() == y.stride():
+        # the distance as a sum of steps d_i with |d_i| < size_i: two candidates for each dim
+        rests = {y_start - x_start}
+        for size, stride in dims:
+            rests = {r - d * stride for r in rests for d in (r // stride, r // stride + 1) if abs(d) < size}
+        return 0 in rests
+    start, end = min(x_start, y_start), max(x_end, y_end)
+    return bool(((_places(x, start, end - start) > 0) & (_places(y, start, end - start) > 0)).any())

@@ -1,0 +1,182 @@
+"""The operators ``torch.ops.nd_rotary.*``: schema, shape function and, for devices without a kernel, definition.
+
+Names with a leading underscore are the raw operators, without autograd, which eager code calls: registering
+autograd makes every call dearer, gradients or not. The public twins, with the same kernels, know their
+derivatives (_autograd.py); they serve ``torch.compile``, ``torch.export``, TorchScript and direct callers.
+
+The CPU kernels come from C (csrc/torch_ops.c), where the order of the arguments must be that of the schemas.
+"""
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+_SETTINGS = "int block, int rotary_offset, int num_prefix_tokens, bool head_dim_first, bool inverse"
+_BACKWARD = f"Tensor grad, Tensor y, Tensor positions, Tensor freqs, {_SETTINGS}"
+_NEEDS = "bool need_x, bool need_positions, bool need_freqs"
+
+_library = torch.library.Library("nd_rotary", "DEF")
+
+
+def _operator(schema: str, shape_function, definition, *names: str) -> None:
+    for name in names:
+        # the kernels take any strides; without the tag Inductor would copy tensors into the strides it traced
+        tags = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+        _library.define(name + schema, tags=tags)
+        _library.impl(name, definition, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"nd_rotary::{name}", shape_function, lib=_library)
+
+
+def _like(x: Tensor, shape) -> Tensor:
+    """An empty tensor with the strides of ``x`` where it has that shape and is dense, else contiguous."""
+    if tuple(x.shape) == tuple(shape) and torch._prims_common.is_non_overlapping_and_dense(x):
+        return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
+    return x.new_empty(shape)
+
+
+def _rotated_shape(x: Tensor, positions: Tensor, prefix: int, head_dim_first: bool) -> list[int]:
+    heads_at = -3 if head_dim_first else -2
+    heads, lead = x.shape[heads_at], list(x.shape[:-1])
+    del lead[heads_at + 1]
+    if prefix:
+        lead[-1] -= prefix
+    lead = list(torch.broadcast_shapes(lead, positions.shape[:-1]))
+    if prefix:
+        lead[-1] += prefix
+    lead.insert(len(lead) + heads_at + 2, heads)
+    return [*lead, x.shape[-1]]
+
+
+def _rotate_fake(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse):
+    return _like(x, _rotated_shape(x, positions, num_prefix_tokens, head_dim_first))
+
+
+def _rotate_definition(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse):
+    y = reference.apply_rope(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+    return _like(x, y.shape).copy_(y)
+
+
+def _rotate_in_place_fake(x, positions, freqs, *settings):
+    return None
+
+
+def _rotate_in_place_definition(x, positions, freqs, *settings):
+    x.copy_(reference.apply_rope(x, positions, freqs, *settings))
+
+
+def _rotate_backward_fake(
+    grad, y, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse, *needs
+):
+    need_x, need_positions, need_freqs = needs
+    return (
+        _like(y, y.shape) if need_x else y.new_empty(0),
+        torch.empty_like(positions, memory_format=torch.contiguous_format) if need_positions else y.new_empty(0),
+        torch.empty_like(freqs, memory_format=torch.contiguous_format) if need_freqs else freqs.new_empty(0),
+    )
+
+
+def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
+    from ._autograd import gradients_by_definition
+
+    needs = settings_and_needs[-3:]
+    results = gradients_by_definition(grad, y, positions, freqs, settings_and_needs[:-3], needs)
+    empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs[:-3], *needs)
+    return tuple(e if r is None else e.copy_(r) for r, e in zip(results, empty, strict=True))
+
+
+def _rotate_by_angles_fake(x, angles):
+    lead = torch.broadcast_shapes(x.shape[:-2], angles.shape[:-2])
+    return x.new_empty((*lead, *x.shape[-2:]))
+
+
+def _rotate_by_angles_definition(x, angles):
+    return reference.rotate_by_angles(x, angles).contiguous()
+
+
+def _rotate_by_angles_in_place_fake(x, angles):
+    return None
+
+
+def _rotate_by_angles_in_place_definition(x, angles):
+    x.copy_(reference.rotate_by_angles(x, angles))
+
+
+def _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles):
+    return (
+        x.new_empty(x.shape) if need_x else x.new_empty(0),
+        angles.new_empty(angles.shape) if need_angles else angles.new_empty(0),
+    )
+
+
+def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
+    from ._autograd import angle_gradients_by_definition
+
+    results = angle_gradients_by_definition(grad, x, angles, (need_x, need_angles))
+    empty = _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles)
+    return tuple(e if r is None else e.copy_(r) for r, e in zip(results, empty, strict=True))
+
+
+def _calculate_angles_fake(positions, freqs):
+    return freqs.new_empty((*positions.shape[:-1], *freqs.shape[-2:]))
+
+
+def _calculate_angles_definition(positions, freqs):
+    wide = reference.wide_dtype(freqs.device)
+    freqs_wide = freqs.to(wide).sum(1)
+    return (positions.to(wide)[..., None, None] * freqs_wide).sum(-3).to(freqs.dtype)
+
+
+_operator(
+    f"(Tensor x, Tensor positions, Tensor freqs, {_SETTINGS}) -> Tensor",
+    _rotate_fake,
+    _rotate_definition,
+    "_rotate",
+    "apply_rope",
+)
+_operator(
+    f"(Tensor(a!) x, Tensor positions, Tensor freqs, {_SETTINGS}) -> ()",
+    _rotate_in_place_fake,
+    _rotate_in_place_definition,
+    "_rotate_",
+)
+_operator(
+    f"({_BACKWARD}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
+    _rotate_backward_fake,
+    _rotate_backward_definition,
+    "_rotate_backward",
+)
+_operator(
+    "(Tensor x, Tensor angles) -> Tensor",
+    _rotate_by_angles_fake,
+    _rotate_by_angles_definition,
+    "_rotate_by_angles",
+    "rotate_embeddings",
+)
+_operator(
+    "(Tensor(a!) x, Tensor angles) -> ()",
+    _rotate_by_angles_in_place_fake,
+    _rotate_by_angles_in_place_definition,
+    "_rotate_by_angles_",
+)
+_operator(
+    "(Tensor grad, Tensor x, Tensor angles, bool need_x, bool need_angles) -> (Tensor, Tensor)",
+    _rotate_by_angles_backward_fake,
+    _rotate_by_angles_backward_definition,
+    "_rotate_by_angles_backward",
+)
+_operator(
+    "(Tensor positions, Tensor freqs) -> Tensor",
+    _calculate_angles_fake,
+    _calculate_angles_definition,
+    "_calculate_angles",
+    "calculate_rope",
+)
+
+rotate = torch.ops.nd_rotary._rotate.default
+rotate_ = torch.ops.nd_rotary._rotate_.default
+rotate_backward = torch.ops.nd_rotary._rotate_backward.default
+rotate_by_angles = torch.ops.nd_rotary._rotate_by_angles.default
+rotate_by_angles_ = torch.ops.nd_rotary._rotate_by_angles_.default
+rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.default
+apply_rope = torch.ops.nd_rotary.apply_rope.default

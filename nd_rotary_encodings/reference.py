@@ -1,0 +1,56 @@
+"""The definition of the rotation in plain PyTorch: the oracle of the tests, and what runs where no kernel does.
+
+Differentiable to any order, in forward mode and under ``vmap``, on every device; it stores the angles.
+"""
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The most precise real dtype of a device, in which angles are formed."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def pair_channels(x: Tensor, pairs: int, block: int, rotary_offset: int) -> tuple[Tensor, Tensor]:
+    """The two channels ``[..., pairs]`` of each pair of ``x`` ``[..., D]``."""
+    rotary = x[..., rotary_offset : rotary_offset + 2 * pairs]
+    x0, x1 = rotary.unflatten(-1, (2 * pairs // block, 2, block // 2)).unbind(-2)
+    return x0.flatten(-2), x1.flatten(-2)
+
+
+def rotate_by_angles(x: Tensor, angles: Tensor, block: int = 2, rotary_offset: int = 0) -> Tensor:
+    """``x`` ``[..., H, D]`` rotated by ``angles`` ``[..., H | 1, F]``, in the dtype of ``x``."""
+    pairs = angles.shape[-1]
+    wide = wide_dtype(x.device)
+    x0, x1 = pair_channels(x.to(wide), pairs, block, rotary_offset)
+    cos, sin = angles.to(wide).cos(), angles.to(wide).sin()
+    y0, y1 = (y.unflatten(-1, (2 * pairs // block, block // 2)) for y in (x0 * cos - x1 * sin, x0 * sin + x1 * cos))
+    y = torch.stack((y0, y1), dim=-2).flatten(-3).to(x.dtype)
+    if y.shape[-1] == x.shape[-1]:
+        return y
+    x = x.expand(*y.shape[:-1], x.shape[-1])
+    return torch.cat((x[..., :rotary_offset], y, x[..., rotary_offset + 2 * pairs :]), dim=-1)
+
+
+def apply_rope(
+    x: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    block: int = 2,
+    rotary_offset: int = 0,
+    num_prefix_tokens: int = 0,
+    head_dim_first: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    """``nd_rotary_encodings.apply_rope`` by its definition; ``block`` is the layout as a number of channels."""
+    if head_dim_first:
+        x = x.transpose(-3, -2)
+    wide = wide_dtype(x.device)
+    # multiplied and summed rather than a matmul, which may run in reduced precision
+    angles = (positions.to(wide)[..., None, None] * freqs.to(wide)).sum(-3)
+    if num_prefix_tokens:
+        prefix = angles.new_zeros(*angles.shape[:-3], num_prefix_tokens, *angles.shape[-2:])
+        angles = torch.cat((prefix, angles.expand(*angles.shape[:-3], x.shape[-3] - num_prefix_tokens, -1, -1)), -3)
+    y = rotate_by_angles(x, -angles if inverse else angles, block, rotary_offset)
+    return y.transpose(-3, -2) if head_dim_first else y
