@@ -86,7 +86,7 @@ static void cut(rope_plan *plan) {
     const int64_t last = args->token_dims - 1;
     const int heads_outside = last >= 0 && args->x.head > args->x.token[last];
     const int64_t run = (heads_outside ? 1 : args->heads) * args->head_dim * size;
-    plan->chunk = larger(smaller(1024 / larger(run, 1), smaller(32768 / table, 32)), 1);
+    plan->chunk = larger(smaller(smaller(1024 / larger(run, 1), plan->tokens), smaller(32768 / table, 32)), 1);
     plan->unit_tokens = plan->chunk;
     /* a backward unit has sums of its own, so there are at most about 128 */
     if (backward) plan->unit_tokens *= pieces(plan->tokens, 128 * plan->chunk);

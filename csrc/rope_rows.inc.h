@@ -216,7 +216,7 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
     const size_t doubles = (size_t)(2 * axes + 1 + 3 * padded);
     const size_t reals = (size_t)((1 + backward) * chunk * span + padded + axes * padded + chunk * axes);
     const size_t copies_bytes = strided ? (size_t)(3 * args->head_dim) * sizeof(ELEMENT) : 0;
-    char *memory = calloc(1, doubles * sizeof(double) + (size_t)(3 * chunk) * sizeof(int64_t) + reals * sizeof(REAL) +
+    char *memory = malloc(doubles * sizeof(double) + (size_t)(3 * chunk) * sizeof(int64_t) + reals * sizeof(REAL) +
                                  (size_t)padded * sizeof(float) + copies_bytes);
     if (!memory) return -1;
 
@@ -229,6 +229,7 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
     ELEMENT *copies = (ELEMENT *)(angles_f32 + padded);
     const token_scratch scratch = {wide + 3 * padded, wide + 3 * padded + axes, wide + 3 * padded + 2 * axes,
                                    wide + 2 * padded, angles_f32, wide};
+    if (backward) memset(angle_grad, 0, (size_t)(padded + axes * padded) * sizeof(REAL)); /* with freq_block */
     REAL *freq_sums = plan->freq_sums ? freq_block : NULL;
 
     for (int64_t unit = begin; unit < end; unit++) {

@@ -14,6 +14,7 @@ typedef struct {
     torch_tensor handle;
     int dims;
     const int64_t *sizes, *strides;
+    int64_t split_sizes[ROPE_MAX_DIMS], split_strides[ROPE_MAX_DIMS]; /* what those point to after split_heads */
     int32_t torch_dtype;
     rope_dtype dtype;
     const void *data;
@@ -219,13 +220,37 @@ static int non_overlapping_and_dense(const tensor *t) {
 
 /* The settings that all rotations by positions and frequencies share, as they stand at the end of the schemas. */
 typedef struct {
+    int64_t heads; /* 0: the embeddings have dims of heads and channels; else both are in the last dim */
     int64_t block, rotary_offset, prefix;
     int head_first, inverse;
 } settings;
 
+enum { SETTINGS = 6 };
+
+static int flag(torch_value value) { return (value & 0xff) != 0; }
+
 static settings read_settings(const torch_value *stack) {
-    settings s = {(int64_t)stack[0], (int64_t)stack[1], (int64_t)stack[2], (stack[3] & 0xff) != 0, (stack[4] & 0xff) != 0};
+    settings s = {(int64_t)stack[0], (int64_t)stack[1], (int64_t)stack[2], (int64_t)stack[3], flag(stack[4]), flag(stack[5])};
     return s;
+}
+
+/* [..., heads * D] as [..., heads, D]. The tensor then points into itself and may not be copied. */
+static void split_heads(call *c, tensor *t, const settings *s) {
+    if (s->heads == 0 || c->error) return;
+    if (s->heads < 0 || s->head_first || t->dims < 1 || t->dims >= ROPE_MAX_DIMS || t->sizes[t->dims - 1] % s->heads) {
+        fail(c, "the last dim of the embeddings can't be split into heads");
+        return;
+    }
+    const int last = t->dims - 1;
+    memcpy(t->split_sizes, t->sizes, (size_t)last * sizeof *t->sizes);
+    memcpy(t->split_strides, t->strides, (size_t)last * sizeof *t->strides);
+    t->split_sizes[last] = s->heads;
+    t->split_sizes[last + 1] = t->sizes[last] / s->heads;
+    t->split_strides[last] = t->strides[last] * t->split_sizes[last + 1];
+    t->split_strides[last + 1] = t->strides[last];
+    t->sizes = t->split_sizes;
+    t->strides = t->split_strides;
+    t->dims++;
 }
 
 static void check_embeddings(call *c, const tensor *x) {
@@ -360,7 +385,21 @@ static void run_parts(call *c, const parts *p, const settings *s) {
     if (error) fail(c, error);
 }
 
-/* The result's shape: leading dims broadcast, and the strides of x where nothing is and x is dense. */
+/* A new tensor like the embeddings t but of the given shape, both with heads split; itself not split yet. It has the strides of t where that is the shape
+ * of t and t is dense, else it is contiguous. */
+static tensor allocate_like(call *c, const tensor *t, int dims, const int64_t *sizes, const settings *s) {
+    const int same = dims == t->dims && memcmp(sizes, t->sizes, (size_t)dims * sizeof *sizes) == 0;
+    int64_t joined_sizes[ROPE_MAX_DIMS], joined_strides[ROPE_MAX_DIMS];
+    memcpy(joined_sizes, sizes, (size_t)dims * sizeof *sizes);
+    memcpy(joined_strides, t->strides, (size_t)t->dims * sizeof *t->strides);
+    if (s->heads) {
+        dims--;
+        joined_sizes[dims - 1] *= joined_sizes[dims];
+        joined_strides[t->dims - 2] = joined_strides[t->dims - 1];
+    }
+    return allocate(c, dims, joined_sizes, same && non_overlapping_and_dense(t) ? joined_strides : NULL, t->torch_dtype);
+}
+
 static tensor allocate_output(call *c, const parts *p, const settings *s) {
     lead_dims lead = {0};
     tensor none = {0};
@@ -382,25 +421,26 @@ static tensor allocate_output(call *c, const parts *p, const settings *s) {
         if (from == lead.dims) sizes[d] += s->prefix;
     }
     sizes[dims - 1] = x->sizes[x->dims - 1];
-    const int same = dims == x->dims && memcmp(sizes, x->sizes, (size_t)dims * sizeof *sizes) == 0;
-    return allocate(c, dims, sizes, same && non_overlapping_and_dense(x) ? x->strides : NULL, x->torch_dtype);
+    return allocate_like(c, x, dims, sizes, s);
 }
 
-/* rotate(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_first, inverse) -> y */
+/* rotate(x, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse) -> y */
 static void kernel_rotate(torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     call c = {0};
     tensor x = take(&c, stack[0]), positions = take(&c, stack[1]), freqs = take(&c, stack[2]), y = {0};
     settings s = read_settings(stack + 3);
     parts p = {.x = &x, .positions = &positions, .freqs = &freqs};
+    split_heads(&c, &x, &s);
     check_parts(&c, &p, &s);
     if (!c.error) y = allocate_output(&c, &p, &s);
+    split_heads(&c, &y, &s);
     p.y = &y;
     if (!c.error && count_of(&y) > 0) run_parts(&c, &p, &s);
     finish(&c, stack, &y, 1);
 }
 
-/* rotate_(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_first, inverse) */
+/* rotate_(x, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse) */
 static void kernel_rotate_(torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     call c = {0};
@@ -408,6 +448,7 @@ static void kernel_rotate_(torch_value *stack, uint64_t inputs, uint64_t outputs
     settings s = read_settings(stack + 3);
     parts p = {.x = &x, .y = &x, .positions = &positions, .freqs = &freqs};
     void *data;
+    split_heads(&c, &x, &s);
     check_parts(&c, &p, &s);
     if (!c.error && torch.torch_get_mutable_data_ptr(x.handle, &data)) fail(&c, "embeddings can't be written to");
     if (!c.error) {
@@ -431,7 +472,7 @@ static int same_shape(const tensor *a, const tensor *b) {
     return a->dims == b->dims && memcmp(a->sizes, b->sizes, (size_t)a->dims * sizeof *a->sizes) == 0;
 }
 
-/* rotate_backward(grad, y, positions, freqs, block, rotary_offset, num_prefix_tokens, head_first, inverse,
+/* rotate_backward(grad, y, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse,
  *                 need_x, need_positions, need_freqs) -> (grad_x, grad_positions, grad_freqs) */
 static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
@@ -440,10 +481,12 @@ static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t
     tensor grad = take(&c, stack[0]), y = take(&c, stack[1]), results[3] = {{0}};
     tensor positions = take(&c, stack[2]), freqs = take(&c, stack[3]);
     settings s = read_settings(stack + 4);
-    const int need_x = (stack[9] & 0xff) != 0, need_positions = (stack[10] & 0xff) != 0,
-              need_freqs = (stack[11] & 0xff) != 0;
+    const torch_value *needs = stack + 4 + SETTINGS;
+    const int need_x = flag(needs[0]), need_positions = flag(needs[1]), need_freqs = flag(needs[2]);
     parts p = {.x = &grad, .saved = &y, .positions = &positions, .freqs = &freqs};
     s.inverse = !s.inverse;
+    split_heads(&c, &grad, &s);
+    split_heads(&c, &y, &s);
     check_parts(&c, &p, &s);
     if (!c.error && (!same_shape(&grad, &y) || grad.dtype != y.dtype))
         fail(&c, "the gradient must have the shape and dtype of the output");
@@ -460,15 +503,16 @@ static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t
                 fail(&c, "the gradient must have the broadcast shape");
     }
     if (!c.error)
-        results[0] = need_x ? allocate(&c, y.dims, y.sizes, non_overlapping_and_dense(&y) ? y.strides : NULL,
-                                       y.torch_dtype)
-                            : allocate(&c, 1, nothing, NULL, y.torch_dtype);
+        results[0] = need_x ? allocate_like(&c, &y, y.dims, y.sizes, &s) : allocate(&c, 1, nothing, NULL, y.torch_dtype);
     if (!c.error)
         results[1] = allocate(&c, need_positions ? positions.dims : 1, need_positions ? positions.sizes : nothing, NULL,
                               need_positions ? positions.torch_dtype : y.torch_dtype);
     if (!c.error)
         results[2] = allocate(&c, need_freqs ? 3 : 1, need_freqs ? freqs.sizes : nothing, NULL, freqs.torch_dtype);
-    if (need_x) p.y = &results[0];
+    if (need_x) {
+        split_heads(&c, &results[0], &s);
+        p.y = &results[0];
+    }
     if (need_positions) p.grad_positions = &results[1];
     if (need_freqs) p.grad_freqs = &results[2];
     if (!c.error && count_of(&grad) == 0)
@@ -566,7 +610,7 @@ static void kernel_rotate_by_angles_backward(torch_value *stack, uint64_t inputs
     static const int64_t nothing[1] = {0};
     call c = {0};
     tensor grad = take(&c, stack[0]), x = take(&c, stack[1]), angles = take(&c, stack[2]), results[2] = {{0}};
-    const int need_x = (stack[3] & 0xff) != 0, need_angles = (stack[4] & 0xff) != 0;
+    const int need_x = flag(stack[3]), need_angles = flag(stack[4]);
     check_angles(&c, &grad, &angles);
     if (!c.error && (!same_shape(&grad, &x) || grad.dtype != x.dtype))
         fail(&c, "the gradient must have the shape and dtype of the embeddings");

@@ -29,14 +29,14 @@ def gradients_by_definition(
     """The backward of the rotation in differentiable steps, for double backward and devices without a kernel."""
     from . import functional
 
-    block, rotary_offset, num_prefix_tokens, head_dim_first, inverse = settings
+    heads, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse = settings
     grad_x = None
     if needs[0]:
-        grad_x = functional.route(
-            grad, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, not inverse
-        )
+        grad_x = functional.rotate_any(grad, positions, freqs, (*settings[:-1], not inverse))
     if not (needs[1] or needs[2]):
         return grad_x, None, None
+    if heads:
+        grad, y = grad.unflatten(-1, (heads, -1)), y.unflatten(-1, (heads, -1))
     if head_dim_first:
         grad, y = grad.transpose(-3, -2), y.transpose(-3, -2)
     if num_prefix_tokens:
@@ -60,7 +60,7 @@ def gradients(
         results = _ops.rotate_backward(grad, y, positions, freqs, *settings, *needs)
         results = tuple(r if need else None for r, need in zip(results, needs, strict=True))
     else:
-        results = (_ops.rotate(grad, positions, freqs, *settings[:4], not settings[4]), None, None)
+        results = (_ops.rotate(grad, positions, freqs, *settings[:-1], not settings[-1]), None, None)
     grad_x = results[0]
     if grad_x is not None and grad_x.shape != x_shape:
         grad_x = grad_x.sum_to_size(x_shape)
@@ -102,7 +102,7 @@ def _apply_rope_setup(ctx, inputs, output):
 def _apply_rope_backward(ctx, grad):
     y, positions, freqs = ctx.saved_tensors
     results = gradients(grad, y, positions, freqs, ctx.settings, ctx.needs_input_grad[:3], ctx.x_shape)
-    return *results, None, None, None, None, None
+    return *results, *[None] * len(ctx.settings)
 
 
 torch.library.register_autograd(

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from . import reference
 
-_SETTINGS = "int block, int rotary_offset, int num_prefix_tokens, bool head_dim_first, bool inverse"
-_BACKWARD = f"Tensor grad, Tensor y, Tensor positions, Tensor freqs, {_SETTINGS}"
+# heads: 0 where x is [..., H, D], or the number of heads where it is [..., H * D]
+_SETTINGS = (
+    "int heads=0, int block=2, int rotary_offset=0, int num_prefix_tokens=0, bool head_dim_first=False, bool inverse=False"
+)
+_BACKWARD = f"Tensor grad, Tensor y, Tensor positions, Tensor freqs, {_SETTINGS.replace('=2', '').replace('=0', '').replace('=False', '')}"
 _NEEDS = "bool need_x, bool need_positions, bool need_freqs"
 
 _library = torch.library.Library("nd_rotary", "DEF")
@@ -35,25 +38,26 @@ def _like(x: Tensor, shape) -> Tensor:
     return x.new_empty(shape)
 
 
-def _rotated_shape(x: Tensor, positions: Tensor, prefix: int, head_dim_first: bool) -> list[int]:
-    heads_at = -3 if head_dim_first else -2
-    heads, lead = x.shape[heads_at], list(x.shape[:-1])
-    del lead[heads_at + 1]
+def _rotated_shape(x: Tensor, positions: Tensor, heads: int, prefix: int, head_dim_first: bool) -> list[int]:
+    lead, inner = list(x.shape[: -1 if heads else -2]), list(x.shape[-1 if heads else -2 :])
+    if head_dim_first:
+        lead, inner = [*x.shape[:-3], x.shape[-2]], [x.shape[-3], x.shape[-1]]
     if prefix:
         lead[-1] -= prefix
     lead = list(torch.broadcast_shapes(lead, positions.shape[:-1]))
     if prefix:
         lead[-1] += prefix
-    lead.insert(len(lead) + heads_at + 2, heads)
-    return [*lead, x.shape[-1]]
+    if head_dim_first:
+        return [*lead[:-1], inner[0], lead[-1], inner[1]]
+    return [*lead, *inner]
 
 
-def _rotate_fake(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse):
-    return _like(x, _rotated_shape(x, positions, num_prefix_tokens, head_dim_first))
+def _rotate_fake(x, positions, freqs, heads=0, block=2, rotary_offset=0, num_prefix_tokens=0, head_dim_first=False, inverse=False):
+    return _like(x, _rotated_shape(x, positions, heads, num_prefix_tokens, head_dim_first))
 
 
-def _rotate_definition(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse):
-    y = reference.apply_rope(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+def _rotate_definition(x, positions, freqs, *settings):
+    y = reference.apply_rope(x, positions, freqs, *settings)
     return _like(x, y.shape).copy_(y)
 
 
@@ -65,10 +69,8 @@ def _rotate_in_place_definition(x, positions, freqs, *settings):
     x.copy_(reference.apply_rope(x, positions, freqs, *settings))
 
 
-def _rotate_backward_fake(
-    grad, y, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse, *needs
-):
-    need_x, need_positions, need_freqs = needs
+def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
+    need_x, need_positions, need_freqs = settings_and_needs[-3:]
     return (
         _like(y, y.shape) if need_x else y.new_empty(0),
         torch.empty_like(positions, memory_format=torch.contiguous_format) if need_positions else y.new_empty(0),
@@ -79,9 +81,9 @@ def _rotate_backward_fake(
 def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
     from ._autograd import gradients_by_definition
 
-    needs = settings_and_needs[-3:]
-    results = gradients_by_definition(grad, y, positions, freqs, settings_and_needs[:-3], needs)
-    empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs[:-3], *needs)
+    settings, needs = settings_and_needs[:-3], settings_and_needs[-3:]
+    results = gradients_by_definition(grad, y, positions, freqs, settings, needs)
+    empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs)
     return tuple(e if r is None else e.copy_(r) for r, e in zip(results, empty, strict=True))
 
 
@@ -173,10 +175,11 @@ _operator(
     "calculate_rope",
 )
 
-rotate = torch.ops.nd_rotary._rotate.default
-rotate_ = torch.ops.nd_rotary._rotate_.default
-rotate_backward = torch.ops.nd_rotary._rotate_backward.default
-rotate_by_angles = torch.ops.nd_rotary._rotate_by_angles.default
-rotate_by_angles_ = torch.ops.nd_rotary._rotate_by_angles_.default
+DEFAULT_SETTINGS = (0, 2, 0, 0, False, False)
+
+# For eager code: `_op` is the call without its Python frame. Default settings are cheaper left out than parsed.
+rotate = torch.ops.nd_rotary._rotate.default._op
+rotate_ = torch.ops.nd_rotary._rotate_.default._op
+rotate_backward = torch.ops.nd_rotary._rotate_backward.default._op
 rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.default
 apply_rope = torch.ops.nd_rotary.apply_rope.default

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autograd, _ops, reference
+from . import _C, _autograd, _ops, reference  # noqa: F401  (_C registers the kernels)
 from ._checks import check_apply_rope, check_in_place
 
 __all__ = [
@@ -20,41 +20,65 @@ __all__ = [
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _needs_definition(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
-    """Whether the operators can't be used: torch.func transforms, dual tensors, and wrapper subclasses, whose
-    rules for plain operators are what makes them work.
+def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
+    """Whether this is eager code on plain tensors: no tracing, no torch.func transform, no dual or wrapped tensor.
 
     Asking for ``requires_grad`` alone would send a dual tensor to an operator that drops its tangent.
     """
+    return (
+        not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and type(x) in _PLAIN_TYPES
+        and type(positions) in _PLAIN_TYPES
+        and type(freqs) in _PLAIN_TYPES
+    )
+
+
+def _needs_definition(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
+    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses, whose
+    rules for PyTorch's own operators are what makes them work."""
+    if torch.compiler.is_compiling():
+        return False
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    if type(x) in _PLAIN_TYPES and type(positions) in _PLAIN_TYPES and type(freqs) in _PLAIN_TYPES:
-        return False
     return any(torch.utils._python_dispatch.is_traceable_wrapper_subclass(t) for t in (x, positions, freqs))
 
 
-def route(x: Tensor, positions: Tensor, freqs: Tensor, *settings) -> Tensor:
-    """``apply_rope`` after its checks; ``settings`` as in the operators' schemas."""
-    if torch.compiler.is_compiling():
-        return _ops.apply_rope(x, positions, freqs, *settings)
-    if _needs_definition(x, positions, freqs):
-        return reference.apply_rope(x, positions, freqs, *settings)
-    if torch.is_grad_enabled() and (x.requires_grad or positions.requires_grad or freqs.requires_grad):
+def _records(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or positions.requires_grad or freqs.requires_grad)
+
+
+def rotate_plain(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
+    """``apply_rope`` where :func:`is_plain`. Unchecked: errors are RuntimeErrors of the kernel."""
+    if _records(x, positions, freqs):
         return _autograd.Rotate.apply(x, positions, freqs, settings, False)
+    if settings == _ops.DEFAULT_SETTINGS:
+        return _ops.rotate(x, positions, freqs)
+    if settings[1:] == _ops.DEFAULT_SETTINGS[1:]:
+        return _ops.rotate(x, positions, freqs, settings[0])
     return _ops.rotate(x, positions, freqs, *settings)
 
 
-def route_(x: Tensor, positions: Tensor, freqs: Tensor, *settings) -> Tensor:
+def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
+    """``apply_rope`` after its checks."""
+    if is_plain(x, positions, freqs):
+        return rotate_plain(x, positions, freqs, settings)
+    if _needs_definition(x, positions, freqs):
+        return reference.apply_rope(x, positions, freqs, *settings)
+    return _ops.apply_rope(x, positions, freqs, *settings)
+
+
+def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or positions.requires_grad or freqs.requires_grad)
-    if torch.compiler.is_compiling():
-        if needs_grad:
-            return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
-        _ops.rotate_(x, positions, freqs, *settings)
-        return x
     if _needs_definition(x, positions, freqs):
         return x.copy_(reference.apply_rope(x, positions, freqs, *settings))
-    if needs_grad:
+    if torch.compiler.is_compiling():
+        if _records(x, positions, freqs):
+            return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
+        torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
+        return x
+    if _records(x, positions, freqs):
         return _autograd.Rotate.apply(x, positions, freqs, settings, True)
     _ops.rotate_(x, positions, freqs, *settings)
     torch.autograd.graph.increment_version(x)
@@ -101,8 +125,17 @@ def apply_rope(
     Raises:
         ValueError: if shapes, dtypes, devices or settings don't fit.
     """
+    if layout == "interleaved" and is_plain(x, positions, freqs):
+        # the kernel checks all that the Python code does, and faster; only the words are worse
+        try:
+            return rotate_plain(
+                x, positions, freqs, (0, 2, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+            )
+        except (RuntimeError, TypeError):
+            check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
+            raise
     block = check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
-    return route(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+    return rotate_any(x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse))
 
 
 def apply_rope_(
@@ -127,7 +160,7 @@ def apply_rope_(
     if num_prefix_tokens:
         lead[-1] -= num_prefix_tokens
     check_in_place(x, lead, positions.shape[:-1], "x", "positions")
-    return route_(x, positions, freqs, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+    return rotate_any_(x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse))
 
 
 def apply_rope_qkv_(

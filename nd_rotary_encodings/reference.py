@@ -37,13 +37,17 @@ def apply_rope(
     x: Tensor,
     positions: Tensor,
     freqs: Tensor,
+    heads: int = 0,
     block: int = 2,
     rotary_offset: int = 0,
     num_prefix_tokens: int = 0,
     head_dim_first: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """``nd_rotary_encodings.apply_rope`` by its definition; ``block`` is the layout as a number of channels."""
+    """``nd_rotary_encodings.apply_rope`` by its definition; ``block`` is the layout as a number of channels, and with
+    ``heads`` ``x`` is ``[..., heads * D]``."""
+    if heads:
+        x = x.unflatten(-1, (heads, -1))
     if head_dim_first:
         x = x.transpose(-3, -2)
     wide = wide_dtype(x.device)
@@ -53,4 +57,6 @@ def apply_rope(
         prefix = angles.new_zeros(*angles.shape[:-3], num_prefix_tokens, *angles.shape[-2:])
         angles = torch.cat((prefix, angles.expand(*angles.shape[:-3], x.shape[-3] - num_prefix_tokens, -1, -1)), -3)
     y = rotate_by_angles(x, -angles if inverse else angles, block, rotary_offset)
+    if heads:
+        return y.flatten(-2)
     return y.transpose(-3, -2) if head_dim_first else y
