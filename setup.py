@@ -3,6 +3,7 @@
 import os
 import platform
 import sysconfig
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -23,7 +24,7 @@ machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower()
 instruction_sets = INSTRUCTION_SETS.get(machine, {"baseline": []})
 
 FLAGS = {f"csrc/rope_{name}.c": flags for name, flags in instruction_sets.items()}
-SOURCES = ["csrc/module.c", "csrc/rope_cpu.c", "csrc/torch_abi.c", "csrc/torch_ops.c", *FLAGS]
+SOURCES = sorted(["csrc/module.c", "csrc/rope_cpu.c", *glob("csrc/torch_*.c"), *FLAGS])
 
 
 class BuildExtension(build_ext):

@@ -3,8 +3,8 @@
 #include <Python.h>
 
 #include "rope.h"
-#include "torch_abi.h"
 #include "torch_ops.h"
+#include "torch_tensors.h"
 
 #if defined(__clang__)
 #define COMPILER "Clang " __clang_version__
@@ -37,7 +37,7 @@ static PyObject *force_instruction_set(PyObject *module, PyObject *argument) {
 
 static PyObject *live_handles(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
-    return PyLong_FromLongLong(torch_ops_live_handles());
+    return PyLong_FromLongLong(torch_live_handles());
 }
 
 static PyMethodDef methods[] = {

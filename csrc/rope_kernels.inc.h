@@ -22,8 +22,8 @@ static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 typedef struct {
     double *position, *position_low; /* [axes] */
     double *bound;                   /* [1]: no |angle| of the token is larger */
-    double *angles_f64;              /* [padded], where angles are given */
-    float *angles_f32;
+    double *angles, *turns_f64;      /* where angles are given: [padded], and as half turns [2][padded] */
+    float *turns_f32;                /* [2][padded] */
     double *wide;                    /* [2][padded]: cos and sin */
 } token_scratch;
 
@@ -48,11 +48,10 @@ static int read_token(const rope_plan *plan, int64_t token, const token_scratch 
         for (int64_t h = 0; h < args->freq_heads; h++)
             for (int64_t i = 0; i < args->pairs; i++) {
                 double low, angle = rope_read(freqs->data, freqs->dtype, base + h * freqs->head + i * freqs->pair, &low);
-                scratch->angles_f64[h * args->pairs + i] = angle;
-                scratch->angles_f32[h * args->pairs + i] = (float)angle;
-                bound = fabs(angle) <= bound ? bound : fabs(angle); /* a NaN stays */
-                if (bound != bound) break;
+                scratch->angles[h * args->pairs + i] = angle;
+                bound = fabs(angle) <= bound || bound != bound ? bound : fabs(angle); /* a NaN stays */
             }
+        rope_half_turns(scratch->angles, plan->row, plan->padded, scratch->turns_f64, scratch->turns_f32);
         fits_f32 = freqs->dtype != ROPE_F64;
         scratch->position[0] = 1;
         scratch->position_low[0] = 0;
@@ -79,41 +78,39 @@ static void fill_table_unbounded(const double *freqs, int64_t stride, int64_t ax
     }
 }
 
+#define COUNT(array) (int)(sizeof(array) / sizeof *(array))
+
 #define R f64
 #define R_IS_F32 0
-#define TERMS 6
 #define SIN_TERMS sin_terms_f64
 #define COS_TERMS cos_terms_f64
-#define TWO_OVER_PI 0x1.45f306dc9c883p-1
-#define PI_HALF_HIGH 0x1.921fb54442d18p+0
-#define PI_HALF_LOW 0x1.1a62633145c07p-54
-#define ROUND_MAGIC 0x1.8p52
-static const double sin_terms_f64[TERMS] = {-0x1.5555555555537p-3,  0x1.111111110e2d4p-7,   -0x1.a01a0199c81bep-13,
-                                            0x1.71de33b82bf80p-19, -0x1.ae5d290187c2bp-26, 0x1.5d3e392234237p-33};
-static const double cos_terms_f64[TERMS] = {0x1.5555555555549p-5,   -0x1.6c16c16c14bb5p-10, 0x1.a01a019c1d225p-16,
-                                            -0x1.27e4f79c174b9p-22, 0x1.1ee99fd04572cp-29,  -0x1.8f8695f5dee86p-37};
+#define PI 0x1.921fb54442d18p+1
+#define PI_LOW 0x1.1a62633145c07p-53
+#define ROUND_MAGIC 0x1.8p52 /* adding it leaves an integer in the low bits */
+static const double sin_terms_f64[] = {-0x1.4abbce625be52p+2, 0x1.466bc6775aa4ap+1,  -0x1.32d2cce6263dap-1,
+                                       0x1.5078348498c14p-4,  -0x1.e3074d9cd5e57p-8, 0x1.e8f34ca85ad26p-12,
+                                       -0x1.6f76d5ba21a9dp-16, 0x1.9ccae52b1197fp-21};
+static const double cos_terms_f64[] = {-0x1.3bd3cc9be45dep+2, 0x1.03c1f081b5ac3p+2,   -0x1.55d3c7e3cbf6fp+0,
+                                       0x1.e1f506891456bp-3,  -0x1.a6d1f29e82218p-6,  0x1.f9d3882fbcc41p-10,
+                                       -0x1.b6e1960ec9a71p-14, 0x1.209e5d008d63cp-18, -0x1.2091b73e15891p-23};
 #include "rope_trig.inc.h"
 #undef R
 #undef R_IS_F32
-#undef TERMS
 #undef SIN_TERMS
 #undef COS_TERMS
-#undef TWO_OVER_PI
-#undef PI_HALF_HIGH
-#undef PI_HALF_LOW
+#undef PI
+#undef PI_LOW
 #undef ROUND_MAGIC
 
 #define R f32
 #define R_IS_F32 1
-#define TERMS 3
 #define SIN_TERMS sin_terms_f32
 #define COS_TERMS cos_terms_f32
-#define TWO_OVER_PI 0x1.45f306p-1f
-#define PI_HALF_HIGH 0x1.921fb6p+0f
-#define PI_HALF_LOW -0x1.777a5cp-25f
+#define PI 0x1.921fb6p+1f
+#define PI_LOW -0x1.777a5cp-24f
 #define ROUND_MAGIC 0x1.8p23f
-static const float sin_terms_f32[TERMS] = {-0x1.55553ep-3f, 0x1.1104c6p-7f, -0x1.989012p-13f};
-static const float cos_terms_f32[TERMS] = {0x1.55554ap-5f, -0x1.6c0bb6p-10f, 0x1.99c3cep-16f};
+static const float sin_terms_f32[] = {-0x1.4abbc2p+2f, 0x1.466898p+1f, -0x1.324958p-1f, 0x1.3d7174p-4f};
+static const float cos_terms_f32[] = {-0x1.3bd3ccp+2f, 0x1.03c1e6p+2f, -0x1.55d0b6p+0f, 0x1.e12f22p-3f, -0x1.90162cp-6f};
 #include "rope_trig.inc.h"
 
 /* One head, or all heads of a row where they lie side by side. */
@@ -123,6 +120,12 @@ typedef struct {
 
 /* What rotating a row is to do: write the result, reduce dL/dangle, and whether `saved` is the input for that. */
 enum { WRITE = 1, REDUCE = 2, FROM_INPUT = 4 };
+
+enum { REPEATS_TOGETHER = 4 };
+
+static inline int64_t repeat_offset(const rope_args *args, const rope_tensor *tensor, int64_t repeat) {
+    return rope_offset(args->repeat_dims, args->repeat_size, tensor->repeat, repeat);
+}
 
 #define INLINE static inline __attribute__((always_inline))
 /* A pointer that is only there for some kinds of work: nothing is added to NULL. */

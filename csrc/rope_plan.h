@@ -4,8 +4,11 @@
 
 #include "rope.h"
 
-/* Angles per token are padded to this many entries and one more block, so that whole vectors stay inside. */
+#include <math.h>
+
+/* Angles per token are padded to this many entries and one more block, so that two whole vectors stay inside. */
 #define ROPE_PAD 16
+#define ROPE_LINE 64 /* bytes of a cache line, and of the widest vector */
 #define ROPE_ANGLE_LIMIT_F32 0x1p21
 #define ROPE_ANGLE_LIMIT_F64 0x1p30
 
@@ -22,6 +25,9 @@ typedef struct {
     /* [axes][padded], zero in the padding; where freqs holds angles, made per token instead */
     float *freqs_f32;
     double *freqs_f64;
+    /* The same in half turns per unit, as a sum: [axes][2][padded] */
+    float *turns_f32;
+    double *turns_f64;
     int freqs_fit_f32;       /* float32 holds every frequency exactly */
     double *freq_bound;      /* [axes]: largest |frequency| */
 
@@ -31,6 +37,24 @@ typedef struct {
 
     int out_of_memory;       /* set by a failing task */
 } rope_plan;
+
+/* n frequencies (or angles) in radians as half turns, high and low `stride` apart, in both arithmetics. */
+static inline void rope_half_turns(const double *radians, int64_t n, int64_t stride, double *turns_f64,
+                                   float *turns_f32) {
+    for (int64_t i = 0; i < n; i++) {
+        const double f = radians[i], high = f * 0x1.45f306dc9c883p-2;
+        const double low = fma(f, 0x1.45f306dc9c883p-2, -high) + f * -0x1.6b01ec5417056p-56;
+        const float high_f32 = (float)high;
+        turns_f64[i] = high;
+        turns_f64[stride + i] = low;
+        turns_f32[i] = high_f32;
+        turns_f32[stride + i] = (float)(high - (double)high_f32 + low);
+    }
+}
+
+static inline void *rope_align(void *pointer, uintptr_t bytes) {
+    return (void *)(((uintptr_t)pointer + bytes - 1) / bytes * bytes);
+}
 
 typedef struct {
     const char *name;

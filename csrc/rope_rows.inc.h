@@ -15,9 +15,9 @@
 
 /* W channels of interleaved pairs. `grad` gathers the two products of dL/dtheta in the two lanes of the pair. */
 INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y, const REAL *table,
-                                      REAL *grad) {
-    const NAME(int, R) odd_sign = ODD_SIGN;
+                                      REAL *grad, NAME(int, R) odd_sign) {
     VEC a = LOAD(x), b = a;
+    IN_REGISTER(a);
     if (work & (WRITE | FROM_INPUT)) {
         VEC s = (VEC)((NAME(int, R))NAME(load_sin, R)(table) ^ odd_sign);
         b = a * NAME(load_cos, R)(table) - FMA(SWAP(a), s, (VEC){0});
@@ -48,15 +48,19 @@ INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT *save
 /* n channels of interleaved pairs; what is no whole vector goes through one on the stack. */
 INLINE void NAME(rotate_interleaved, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
                                         const REAL *table, REAL *grad, int64_t n) {
+    NAME(int, R) odd_sign = ODD_SIGN;
+    IN_REGISTER(odd_sign);
     int64_t i = 0;
+#pragma GCC unroll 2
     for (; i + W <= n; i += W)
-        NAME(interleaved_step, E)(work, x + i, AT(REDUCE, saved, i), AT(WRITE, y, i), table + i, AT(REDUCE, grad, i));
+        NAME(interleaved_step, E)(work, x + i, AT(REDUCE, saved, i), AT(WRITE, y, i), table + i, AT(REDUCE, grad, i),
+                                  odd_sign);
     if (i < n) {
         const size_t rest = (size_t)(n - i) * sizeof(ELEMENT);
         ELEMENT last_x[W] = {0}, last_saved[W] = {0}, last_y[W];
         memcpy(last_x, x + i, rest);
         if (work & REDUCE) memcpy(last_saved, saved + i, rest);
-        NAME(interleaved_step, E)(work, last_x, last_saved, last_y, table + i, AT(REDUCE, grad, i));
+        NAME(interleaved_step, E)(work, last_x, last_saved, last_y, table + i, AT(REDUCE, grad, i), odd_sign);
         if (work & WRITE) memcpy(y + i, last_y, rest);
     }
 }
@@ -105,57 +109,69 @@ INLINE void NAME(rotate_head, E)(int work, const head_shape *shape, const ELEMEN
     }
 }
 
-/* A chunk of tokens, for one repeat: base pointers, and per token an offset and a table. */
+/* A chunk of tokens: for each an offset into every tensor, and a table. */
 typedef struct {
-    const ELEMENT *x, *saved;
-    ELEMENT *y, *copies; /* copies: three rows, where channels are not one element apart */
     const int64_t *x_offset, *saved_offset, *y_offset;
     const REAL *tables;
     REAL *grads;
+    ELEMENT *copies; /* three rows, where channels are not one element apart */
     int64_t tokens, heads, span, table_head;
 } NAME(chunk, E);
 
+/* Rotates the tokens of a chunk in repeats [first, last). A few repeats at a time: so many streams of memory the
+ * prefetchers follow, and each table is read that often while it is near. */
 INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, const head_shape *shape,
-                                  const NAME(chunk, E) * chunk) {
+                                  const NAME(chunk, E) * chunk, int64_t first, int64_t last) {
     /* heads outside tokens where that is the order in memory */
     const int heads_outside = chunk->tokens > 1 && args->x.head > chunk->x_offset[1] - chunk->x_offset[0];
     const int64_t outer = heads_outside ? chunk->heads : chunk->tokens;
     const int64_t inner = heads_outside ? chunk->tokens : chunk->heads;
-    for (int64_t i = 0; i < outer; i++)
-        for (int64_t j = 0; j < inner; j++) {
-            const int64_t t = heads_outside ? j : i, h = heads_outside ? i : j;
-            const int64_t table = t * chunk->span + h * chunk->table_head;
-            const ELEMENT *x = chunk->x + chunk->x_offset[t] + h * args->x.head;
-            const ELEMENT *saved = AT(REDUCE, chunk->saved, chunk->saved_offset[t] + h * args->saved.head);
-            ELEMENT *y = AT(WRITE, chunk->y, chunk->y_offset[t] + h * args->y.head);
-            REAL *grad = AT(REDUCE, chunk->grads, table);
-            if (!strided) {
-                NAME(rotate_head, E)(work, shape, x, saved, y, chunk->tables + table, chunk->span / 2, grad);
-                continue;
+    const int64_t n = shape->channels, sin_at = chunk->span / 2;
+    ELEMENT *const row = chunk->copies;
+    for (int64_t group = first; group < last; group += REPEATS_TOGETHER)
+        for (int64_t i = 0; i < outer; i++)
+            for (int64_t j = 0; j < inner; j++) {
+                const int64_t t = heads_outside ? j : i, h = heads_outside ? i : j;
+                const int64_t at = t * chunk->span + h * chunk->table_head;
+                const int64_t x_at = chunk->x_offset[t] + h * args->x.head;
+                const int64_t saved_at = chunk->saved_offset[t] + h * args->saved.head;
+                const int64_t y_at = chunk->y_offset[t] + h * args->y.head;
+                const REAL *table = chunk->tables + at;
+                REAL *grad = AT(REDUCE, chunk->grads, at);
+                for (int64_t repeat = group; repeat < smaller(group + REPEATS_TOGETHER, last); repeat++) {
+                    const ELEMENT *x = (const ELEMENT *)args->x.data + x_at + repeat_offset(args, &args->x, repeat);
+                    const ELEMENT *saved = AT(REDUCE, (const ELEMENT *)args->saved.data,
+                                              saved_at + repeat_offset(args, &args->saved, repeat));
+                    ELEMENT *y = AT(WRITE, (ELEMENT *)args->y.data, y_at + repeat_offset(args, &args->y, repeat));
+                    if (!strided) {
+                        NAME(rotate_head, E)(work, shape, x, saved, y, table, sin_at, grad);
+                        continue;
+                    }
+                    for (int64_t d = 0; d < n; d++) row[d] = x[d * args->x.channel];
+                    for (int64_t d = 0; work & REDUCE && d < n; d++) row[n + d] = saved[d * args->saved.channel];
+                    NAME(rotate_head, E)(work, shape, row, row + n, row + 2 * n, table, sin_at, grad);
+                    for (int64_t d = 0; work & WRITE && d < n; d++) y[d * args->y.channel] = row[2 * n + d];
+                }
             }
-            const int64_t n = shape->channels;
-            ELEMENT *row = chunk->copies;
-            for (int64_t d = 0; d < n; d++) row[d] = x[d * args->x.channel];
-            for (int64_t d = 0; work & REDUCE && d < n; d++) row[n + d] = saved[d * args->saved.channel];
-            NAME(rotate_head, E)(work, shape, row, row + n, row + 2 * n, chunk->tables + table, chunk->span / 2, grad);
-            for (int64_t d = 0; work & WRITE && d < n; d++) y[d * args->y.channel] = row[2 * n + d];
-        }
 }
 
 /* One copy of the loops for each kind of work, so that no loop decides what to do. */
 static void NAME(rotate_any, E)(int work, int strided, const rope_args *args, const head_shape *shape,
-                                const NAME(chunk, E) * chunk) {
+                                const NAME(chunk, E) * chunk, int64_t first, int64_t last) {
+#define CASE(kind)                                                                                                    \
+    case kind: NAME(rotate_chunk, E)(kind, 0, args, shape, chunk, first, last); break
     if (strided) { /* slow anyway: one copy for all */
-        NAME(rotate_chunk, E)(work, 1, args, shape, chunk);
+        NAME(rotate_chunk, E)(work, 1, args, shape, chunk, first, last);
         return;
     }
     switch (work) {
-    case WRITE: NAME(rotate_chunk, E)(WRITE, 0, args, shape, chunk); break;
-    case REDUCE: NAME(rotate_chunk, E)(REDUCE, 0, args, shape, chunk); break;
-    case WRITE | REDUCE: NAME(rotate_chunk, E)(WRITE | REDUCE, 0, args, shape, chunk); break;
-    case REDUCE | FROM_INPUT: NAME(rotate_chunk, E)(REDUCE | FROM_INPUT, 0, args, shape, chunk); break;
-    case WRITE | REDUCE | FROM_INPUT: NAME(rotate_chunk, E)(WRITE | REDUCE | FROM_INPUT, 0, args, shape, chunk); break;
+        CASE(WRITE);
+        CASE(REDUCE);
+        CASE(WRITE | REDUCE);
+        CASE(REDUCE | FROM_INPUT);
+        CASE(WRITE | REDUCE | FROM_INPUT);
     }
+#undef CASE
 }
 
 /* dL/dangle of one token, from it dL/dposition, and its part of dL/dfreqs. */
@@ -212,25 +228,28 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
                      (backward && args->saved_is_input ? FROM_INPUT : 0);
     const int64_t table_head = args->freq_heads == 1 ? 0 : interleaved ? 2 * args->pairs : args->pairs;
 
-    /* doubles, then reals, then offsets and rows */
-    const size_t doubles = (size_t)(2 * axes + 1 + 3 * padded);
+    /* the tables first, at a cache line: their loads may not cross one */
     const size_t reals = (size_t)((1 + backward) * chunk * span + padded + axes * padded + chunk * axes);
-    const size_t copies_bytes = strided ? (size_t)(3 * args->head_dim) * sizeof(ELEMENT) : 0;
-    char *memory = malloc(doubles * sizeof(double) + (size_t)(3 * chunk) * sizeof(int64_t) + reals * sizeof(REAL) +
-                                 (size_t)padded * sizeof(float) + copies_bytes);
+    const size_t doubles = (size_t)(5 * padded + 2 * axes + 1), rows = strided ? (size_t)(3 * args->head_dim) : 0;
+    void *memory = malloc(ROPE_LINE + reals * sizeof(REAL) + 8 + doubles * sizeof(double) +
+                          (size_t)(3 * chunk) * sizeof(int64_t) + (size_t)(2 * padded) * sizeof(float) + rows * sizeof(ELEMENT));
     if (!memory) return -1;
-
-    double *wide = (double *)memory;
-    int64_t *x_offset = (int64_t *)(wide + doubles), *y_offset = x_offset + chunk, *saved_offset = y_offset + chunk;
-    REAL *tables = (REAL *)(saved_offset + chunk), *grads = tables + chunk * span;
-    REAL *angle_grad = grads + (backward ? chunk * span : 0);
-    REAL *freq_block = angle_grad + padded, *positions = freq_block + axes * padded;
-    float *angles_f32 = (float *)(positions + chunk * axes);
-    ELEMENT *copies = (ELEMENT *)(angles_f32 + padded);
-    const token_scratch scratch = {wide + 3 * padded, wide + 3 * padded + axes, wide + 3 * padded + 2 * axes,
-                                   wide + 2 * padded, angles_f32, wide};
-    if (backward) memset(angle_grad, 0, (size_t)(padded + axes * padded) * sizeof(REAL)); /* with freq_block */
+    REAL *tables = rope_align(memory, ROPE_LINE), *grads = tables + chunk * span;
+    REAL *angle_grad = grads + (backward ? chunk * span : 0), *freq_block = angle_grad + padded;
+    REAL *positions = freq_block + axes * padded;
+    double *wide = rope_align(positions + chunk * axes, 8), *angles = wide + 2 * padded, *turns_f64 = angles + padded;
+    double *position = turns_f64 + 2 * padded, *position_low = position + axes, *bound = position_low + axes;
+    int64_t *x_offset = (int64_t *)(bound + 1), *y_offset = x_offset + chunk, *saved_offset = y_offset + chunk;
+    float *turns_f32 = (float *)(saved_offset + chunk);
+    ELEMENT *copies = (ELEMENT *)(turns_f32 + 2 * padded);
+    const token_scratch scratch = {position, position_low, bound, angles, turns_f64, turns_f32, wide};
     REAL *freq_sums = plan->freq_sums ? freq_block : NULL;
+    memset(turns_f64, 0, (size_t)(2 * padded) * sizeof(double)); /* the padding is read too */
+    memset(turns_f32, 0, (size_t)(2 * padded) * sizeof(float));
+    if (backward) memset(angle_grad, 0, (size_t)(padded + axes * padded) * sizeof(REAL)); /* with freq_block */
+
+    NAME(chunk, E)
+    now = {x_offset, saved_offset, y_offset, tables, grads, copies, 0, heads, span, table_head};
 
     for (int64_t unit = begin; unit < end; unit++) {
         const int64_t repeat_unit = unit % plan->repeat_units, first_token = unit / plan->repeat_units * plan->unit_tokens;
@@ -248,26 +267,8 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
             }
             if (backward) memset(grads, 0, (size_t)(n * span) * sizeof(REAL));
 
-            for (int64_t repeat = first_repeat; repeat < last_repeat; repeat++) {
-                const NAME(chunk, E) now = {
-                    .x = (const ELEMENT *)args->x.data +
-                         rope_offset(args->repeat_dims, args->repeat_size, args->x.repeat, repeat),
-                    .saved = AT(REDUCE, (const ELEMENT *)args->saved.data,
-                                rope_offset(args->repeat_dims, args->repeat_size, args->saved.repeat, repeat)),
-                    .y = AT(WRITE, (ELEMENT *)args->y.data,
-                            rope_offset(args->repeat_dims, args->repeat_size, args->y.repeat, repeat)),
-                    .copies = copies,
-                    .x_offset = x_offset,
-                    .saved_offset = saved_offset,
-                    .y_offset = y_offset,
-                    .tables = tables,
-                    .grads = grads,
-                    .tokens = n,
-                    .heads = heads,
-                    .span = span,
-                    .table_head = table_head};
-                NAME(rotate_any, E)(work, strided, args, &shape, &now);
-            }
+            now.tokens = n;
+            NAME(rotate_any, E)(work, strided, args, &shape, &now, first_repeat, last_repeat);
             if (!backward) continue;
             for (int64_t t = 0; t < n; t++)
                 NAME(finish_token, E)(plan, start + t, repeat_unit, grads + t * span, positions + t * axes, angle_grad,

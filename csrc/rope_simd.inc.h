@@ -65,6 +65,13 @@ static inline vec_f64 swap_f64(vec_f64 a) { return SHUFFLE(a, a, int_f64, LANES_
 static inline vec_f64 zip_low_f64(vec_f64 a, vec_f64 b) { return SHUFFLE(a, b, int_f64, LANES_ZIP_LOW_f64); }
 static inline vec_f64 zip_high_f64(vec_f64 a, vec_f64 b) { return SHUFFLE(a, b, int_f64, LANES_ZIP_HIGH_f64); }
 
+/* Makes the compiler hold a value in a register, where it would rather load it again. */
+#if ROPE_BYTES >= 32
+#define IN_REGISTER(a) __asm__("" : "+v"(a))
+#else
+#define IN_REGISTER(a) (void)(a)
+#endif
+
 /* The sign bit in the second lane of each pair. */
 #define odd_sign_f32 ((int_f32)zip_low_f32((vec_f32){0}, (vec_f32)((int_f32){0} + INT32_MIN)))
 #define odd_sign_f64 ((int_f64)zip_low_f64((vec_f64){0}, (vec_f64)((int_f64){0} + INT64_MIN)))

@@ -1,9 +1,8 @@
 /* Cos and sin of all angles of one token, in the arithmetic R (f32 or f64).
  *
- * A product p * f is kept as the rounded product plus the exact rest (fma), a sum of products likewise (Knuth's
- * TwoSum), so that the angle has all its bits before the reduction, the only place where a large angle loses
- * accuracy. The reduction subtracts k * pi / 2 in two pieces (Cody and Waite): the first subtraction is exact
- * while |angle| < ANGLE_LIMIT. The polynomials are minimax on |r| < 1.02 pi / 4. */
+ * Frequencies come in half turns per unit, as a sum high + low of two reals. p * high is kept as the rounded product
+ * plus the exact rest (fma); taking whole half turns off the product is exact, so an angle loses nothing to range
+ * reduction while it is below ROPE_ANGLE_LIMIT. The polynomials, in half turns from -1/2 to 1/2, are minimax. */
 #define REAL NAME(real, R)
 #define VEC NAME(vec, R)
 #define INTS NAME(int, R)
@@ -14,48 +13,64 @@
 #define STORE NAME(store, R)
 #define SIGN_BIT (sizeof(REAL) * 8 - 1)
 
-/* freqs: [axes][stride]. Writes n entries, rounded up to whole vectors: cos and sin in turn where `zipped`, else
- * the cos and, `stride` further on, the sin. `flip` negates the sin. */
-static void NAME(fill_table, R)(const REAL *freqs, int64_t stride, int64_t axes, const REAL *position,
+/* turns: [axes][2][stride], high and low. Writes n entries, rounded up to two vectors: cos and sin in turn where
+ * `zipped`, else the cos and, `stride` further on, the sin. `flip` negates the sin. */
+static void NAME(fill_table, R)(const REAL *turns, int64_t stride, int64_t axes, const REAL *position,
                                 const REAL *position_low, REAL *table, int64_t n, int zipped, int flip) {
     const INTS flipped = ((INTS){0} + flip) << SIGN_BIT;
-
-    for (int64_t i = 0; i < n; i += W) {
-        VEC p = SPLAT(position[0]), f = LOAD(freqs + i), head = p * f, tail = FMA(p, f, -head);
-        if (position_low) tail += SPLAT(position_low[0]) * f;
-        for (int64_t a = 1; a < axes; a++) {
-            p = SPLAT(position[a]);
-            f = LOAD(freqs + a * stride + i);
-            VEC product = p * f, rest = FMA(p, f, -product), sum = head + product, part = sum - head;
-            if (position_low) rest += SPLAT(position_low[a]) * f;
-            tail += rest + ((head - (sum - part)) + (product - part));
-            head = sum;
+    /* A vector is one long chain of dependent operations; two side by side keep the units busy. */
+    enum { SIDE_BY_SIDE = 2 };
+#define EACH for (int v = 0; v < SIDE_BY_SIDE; v++)
+    for (int64_t i = 0; i < n; i += SIDE_BY_SIDE * W) {
+        VEC high[SIDE_BY_SIDE], product[SIDE_BY_SIDE], rest[SIDE_BY_SIDE], shifted[SIDE_BY_SIDE], r[SIDE_BY_SIDE],
+            tail[SIDE_BY_SIDE], s[SIDE_BY_SIDE], c[SIDE_BY_SIDE];
+        INTS odd[SIDE_BY_SIDE]; /* bit 0: whether the number of half turns taken off is odd */
+        EACH r[v] = tail[v] = SPLAT(0);
+        EACH odd[v] = (INTS){0};
+/* takes whole half turns off `from`, into `to` */
+#define TAKE_OFF(to, from)                                                                                            \
+    do {                                                                                                              \
+        EACH shifted[v] = from[v] + ROUND_MAGIC;                                                                      \
+        EACH to[v] = from[v] - (shifted[v] - ROUND_MAGIC);                                                            \
+        EACH odd[v] ^= (INTS)shifted[v];                                                                              \
+    } while (0)
+        for (int64_t a = 0; a < axes; a++) {
+            const REAL *const at = turns + 2 * a * stride + i;
+            VEC p = SPLAT(position[a]);
+            EACH high[v] = LOAD(at + v * W);
+            EACH product[v] = p * high[v];
+            TAKE_OFF(rest, product);
+            EACH product[v] = FMA(p, high[v], -product[v]);
+            EACH product[v] = FMA(p, LOAD(at + stride + v * W), product[v]);
+            if (position_low) EACH product[v] = FMA(SPLAT(position_low[a]), high[v], product[v]);
+            EACH tail[v] += product[v];
+            if (a >= 2) TAKE_OFF(r, r); /* sums stay below 1, and so their rounding small */
+            EACH r[v] += rest[v];
         }
-        VEC shifted = (head + tail) * TWO_OVER_PI + ROUND_MAGIC, k = shifted - ROUND_MAGIC;
-        VEC r = FMA(k, SPLAT(-PI_HALF_HIGH), head);
-        r += FMA(k, SPLAT(-PI_HALF_LOW), tail);
+        EACH r[v] += tail[v];
+        TAKE_OFF(r, r);
+#undef TAKE_OFF
 
-        VEC z = r * r, s = SPLAT(SIN_TERMS[TERMS - 1]), c = SPLAT(COS_TERMS[TERMS - 1]);
-        for (int j = TERMS - 2; j >= 0; j--) {
-            s = FMA(s, z, SPLAT(SIN_TERMS[j]));
-            c = FMA(c, z, SPLAT(COS_TERMS[j]));
-        }
-        s = FMA(r * z, s, r);
-        c = FMA(z * z, c, FMA(z, SPLAT((REAL)-0.5), SPLAT((REAL)1)));
-
-        /* the low bits of `shifted` are k modulo 4: odd quadrants swap sin and cos, bit 1 gives the signs */
-        INTS quadrant = (INTS)shifted, s_bits = (INTS)s, c_bits = (INTS)c;
-        INTS exchange = (s_bits ^ c_bits) & -(quadrant & 1);
-        c = (VEC)(c_bits ^ exchange ^ (((quadrant + 1) & 2) << (SIGN_BIT - 1)));
-        s = (VEC)(s_bits ^ exchange ^ ((quadrant & 2) << (SIGN_BIT - 1)) ^ flipped);
+        VEC z[SIDE_BY_SIDE];
+        EACH z[v] = r[v] * r[v];
+        EACH s[v] = SPLAT(SIN_TERMS[COUNT(SIN_TERMS) - 1]);
+        EACH c[v] = SPLAT(COS_TERMS[COUNT(COS_TERMS) - 1]);
+        for (int j = COUNT(SIN_TERMS) - 2; j >= 0; j--) EACH s[v] = FMA(s[v], z[v], SPLAT(SIN_TERMS[j]));
+        for (int j = COUNT(COS_TERMS) - 2; j >= 0; j--) EACH c[v] = FMA(c[v], z[v], SPLAT(COS_TERMS[j]));
+        EACH s[v] = FMA(r[v], SPLAT(PI), r[v] * FMA(s[v], z[v], SPLAT(PI_LOW)));
+        EACH c[v] = FMA(c[v], z[v], SPLAT(1));
+        EACH odd[v] <<= SIGN_BIT;
+        EACH c[v] = (VEC)((INTS)c[v] ^ odd[v]);
+        EACH s[v] = (VEC)((INTS)s[v] ^ odd[v] ^ flipped);
         if (zipped) {
-            STORE(table + 2 * i, NAME(zip_low, R)(c, s));
-            STORE(table + 2 * i + W, NAME(zip_high, R)(c, s));
+            EACH STORE(table + 2 * (i + v * W), NAME(zip_low, R)(c[v], s[v]));
+            EACH STORE(table + 2 * (i + v * W) + W, NAME(zip_high, R)(c[v], s[v]));
         } else {
-            STORE(table + i, c);
-            STORE(table + stride + i, s);
+            EACH STORE(table + i + v * W, c[v]);
+            EACH STORE(table + stride + i + v * W, s[v]);
         }
     }
+#undef EACH
 }
 
 /* Sum of a[i] * b[i] over n entries (whole blocks of 64 bytes), in an order that no vector width changes. */
@@ -81,27 +96,28 @@ static void NAME(token_table, R)(const rope_plan *plan, int64_t token, const tok
     const int zipped = args->block == 2, flip = args->inverse;
     const int fits_f32 = read_token(plan, token, scratch);
     const double bound = scratch->bound[0];
-    const double *freqs = plan->freqs_f64 ? plan->freqs_f64 : scratch->angles_f64;
+    const double *turns_f64 = plan->turns_f64 ? plan->turns_f64 : scratch->turns_f64;
 
     for (int64_t a = 0; a < axes; a++) position[a] = (REAL)scratch->position[a];
 #if R_IS_F32
-    const float *freqs_f32 = plan->freqs_f32 ? plan->freqs_f32 : scratch->angles_f32;
     if (fits_f32 && bound < ROPE_ANGLE_LIMIT_F32) {
-        fill_table_f32(freqs_f32, padded, axes, position, NULL, table, n, zipped, flip);
+        const float *turns_f32 = plan->turns_f32 ? plan->turns_f32 : scratch->turns_f32;
+        fill_table_f32(turns_f32, padded, axes, position, NULL, table, n, zipped, flip);
         return;
     }
 #else
     (void)fits_f32;
     if (bound < ROPE_ANGLE_LIMIT_F64) {
-        fill_table_f64(freqs, padded, axes, scratch->position, scratch->position_low, table, n, zipped, flip);
+        fill_table_f64(turns_f64, padded, axes, scratch->position, scratch->position_low, table, n, zipped, flip);
         return;
     }
 #endif
     double *wide = scratch->wide;
     if (bound < ROPE_ANGLE_LIMIT_F64)
-        fill_table_f64(freqs, padded, axes, scratch->position, scratch->position_low, wide, n, 0, flip);
+        fill_table_f64(turns_f64, padded, axes, scratch->position, scratch->position_low, wide, n, 0, flip);
     else
-        fill_table_unbounded(freqs, padded, axes, scratch->position, scratch->position_low, wide, n, flip);
+        fill_table_unbounded(plan->freqs_f64 ? plan->freqs_f64 : scratch->angles, padded, axes, scratch->position,
+                             scratch->position_low, wide, n, flip);
     for (int64_t i = 0; i < n; i++) {
         table[zipped ? 2 * i : i] = (REAL)wide[i];
         table[zipped ? 2 * i + 1 : padded + i] = (REAL)wide[padded + i];

@@ -1,141 +1,10 @@
 /* The kernels that torch's dispatcher calls: arguments from the stack into rope_args, a backend, results back.
- * The schemas are in nd_rotary_encodings/_ops.py; argument order here must be theirs.
- *
- * A kernel owns every handle on its stack, errors included: `take` counts a handle in, `finish` frees them all and
- * only then raises, by a C++ exception thrown through these frames (hence -fexceptions). */
+ * The schemas are in nd_rotary_encodings/_ops.py; the order of arguments here must be theirs. */
 #include "torch_ops.h"
 
-#include "rope.h"
-#include "torch_abi.h"
+#include "torch_rows.h"
 
 #include <string.h>
-
-typedef struct {
-    torch_tensor handle;
-    int dims;
-    const int64_t *sizes, *strides;
-    int64_t split_sizes[ROPE_MAX_DIMS], split_strides[ROPE_MAX_DIMS]; /* what those point to after split_heads */
-    int32_t torch_dtype;
-    rope_dtype dtype;
-    const void *data;
-} tensor;
-
-enum { MAX_TENSORS = 8 };
-
-/* One call: what must be freed, and the first error. */
-typedef struct {
-    torch_tensor handles[MAX_TENSORS];
-    int count;
-    const char *error;
-} call;
-
-static int64_t live_handles;
-
-int64_t torch_ops_live_handles(void) { return __atomic_load_n(&live_handles, __ATOMIC_RELAXED); }
-
-static void fail(call *c, const char *error) {
-    if (!c->error) c->error = error;
-}
-
-static rope_dtype dtype_of(int32_t dtype) {
-    static int32_t codes[ROPE_UNSUPPORTED];
-    static int known;
-    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) { /* threads may race to store the same values */
-        codes[ROPE_F32] = torch.aoti_torch_dtype_float32();
-        codes[ROPE_F64] = torch.aoti_torch_dtype_float64();
-        codes[ROPE_F16] = torch.aoti_torch_dtype_float16();
-        codes[ROPE_BF16] = torch.aoti_torch_dtype_bfloat16();
-        codes[ROPE_U8] = torch.aoti_torch_dtype_uint8();
-        codes[ROPE_I8] = torch.aoti_torch_dtype_int8();
-        codes[ROPE_I16] = torch.aoti_torch_dtype_int16();
-        codes[ROPE_U16] = torch.aoti_torch_dtype_uint16();
-        codes[ROPE_I32] = torch.aoti_torch_dtype_int32();
-        codes[ROPE_U32] = torch.aoti_torch_dtype_uint32();
-        codes[ROPE_I64] = torch.aoti_torch_dtype_int64();
-        codes[ROPE_U64] = torch.aoti_torch_dtype_uint64();
-        __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
-    }
-    for (int i = 0; i < ROPE_UNSUPPORTED; i++)
-        if (codes[i] == dtype) return (rope_dtype)i;
-    return ROPE_UNSUPPORTED;
-}
-
-static void count_in(call *c, torch_tensor handle) {
-    c->handles[c->count++] = handle;
-    __atomic_add_fetch(&live_handles, 1, __ATOMIC_RELAXED);
-}
-
-static tensor describe(call *c, torch_tensor handle) {
-    tensor t = {.handle = handle, .dtype = ROPE_UNSUPPORTED};
-    int64_t dims, *sizes, *strides;
-    int32_t device;
-    if (torch.aoti_torch_get_dim(handle, &dims) || torch.aoti_torch_get_sizes(handle, &sizes) ||
-        torch.aoti_torch_get_strides(handle, &strides) || torch.aoti_torch_get_dtype(handle, &t.torch_dtype) ||
-        torch.aoti_torch_get_device_type(handle, &device)) {
-        fail(c, "an argument is not a plain strided tensor");
-        return t;
-    }
-    if (device != torch.aoti_torch_device_type_cpu()) fail(c, "all tensors must be on the CPU");
-    if (dims > ROPE_MAX_DIMS) fail(c, "tensors may have at most 16 dimensions");
-    t.dims = (int)dims;
-    t.sizes = sizes;
-    t.strides = strides;
-    t.dtype = dtype_of(t.torch_dtype);
-    return t;
-}
-
-static tensor take(call *c, torch_value value) {
-    torch_tensor handle = (torch_tensor)(uintptr_t)value;
-    count_in(c, handle);
-    tensor t = describe(c, handle);
-    if (!c->error && torch.torch_get_const_data_ptr(handle, &t.data)) fail(c, "a tensor has no memory of its own");
-    return t;
-}
-
-/* A new tensor; with strides == NULL contiguous. */
-static tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
-    int64_t dense[ROPE_MAX_DIMS], step = 1;
-    for (int d = dims - 1; d >= 0; d--) {
-        dense[d] = step;
-        step *= sizes[d] > 1 ? sizes[d] : 1;
-    }
-    torch_tensor handle;
-    tensor t = {0};
-    if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype,
-                                       torch.aoti_torch_device_type_cpu(), 0, &handle)) {
-        fail(c, "the result could not be allocated");
-        return t;
-    }
-    count_in(c, handle);
-    t = describe(c, handle);
-    void *data;
-    if (!c->error && torch.torch_get_mutable_data_ptr(handle, &data)) fail(c, "the result has no memory");
-    if (!c->error) t.data = data;
-    return t;
-}
-
-static int64_t count_of(const tensor *t) {
-    int64_t count = 1;
-    for (int d = 0; d < t->dims; d++) count *= t->sizes[d];
-    return count;
-}
-
-static size_t bytes_of(const tensor *t) {
-    static const size_t size[ROPE_UNSUPPORTED + 1] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 0};
-    return (size_t)count_of(t) * size[t->dtype];
-}
-
-/* Gives the results to the stack, frees everything else, raises the error if there was one. */
-static void finish(call *c, torch_value *stack, const tensor *results, int result_count) {
-    for (int i = 0; i < c->count; i++) {
-        int kept = 0;
-        for (int r = 0; !c->error && r < result_count; r++) kept |= c->handles[i] == results[r].handle;
-        if (!kept) torch.aoti_torch_delete_tensor_object(c->handles[i]);
-        __atomic_sub_fetch(&live_handles, 1, __ATOMIC_RELAXED);
-    }
-    if (c->error) torch.aoti_torch_check(false, "nd_rotary", __FILE__, __LINE__, c->error);
-    for (int r = 0; r < result_count; r++) stack[r] = (torch_value)(uintptr_t)results[r].handle;
-}
 
 static int parallel_for(int64_t count, int64_t grain, rope_task *task, void *context) {
     if (count <= grain) {
@@ -143,79 +12,6 @@ static int parallel_for(int64_t count, int64_t grain, rope_task *task, void *con
         return 0;
     }
     return torch.torch_parallel_for(0, count, grain, task, context);
-}
-
-/* The leading dims of all operands, aligned to the right and broadcast. */
-enum { LEAD_X, LEAD_Y, LEAD_SAVED, LEAD_ANGLES, LEAD_GRAD_ANGLES, LEAD_TENSORS };
-
-typedef struct {
-    int dims;
-    int64_t size[ROPE_MAX_DIMS];
-    int64_t stride[LEAD_TENSORS][ROPE_MAX_DIMS];
-} lead_dims;
-
-/* Adds a tensor whose leading dims are sizes[0..dims), the last of them shortened by `skip`. */
-static void add_lead(call *c, lead_dims *lead, int which, int dims, const int64_t *sizes, const int64_t *strides,
-                     int64_t skip) {
-    for (int d = 0; d < dims; d++) {
-        const int at = lead->dims - dims + d;
-        const int64_t size = d == dims - 1 ? sizes[d] - skip : sizes[d];
-        if (size == 1) continue; /* stride 0: broadcast */
-        if (lead->size[at] != 1 && lead->size[at] != size)
-            fail(c, "leading dims of the embeddings and of the positions or angles can't be broadcast");
-        lead->size[at] = size;
-        lead->stride[which][at] = strides[d];
-    }
-}
-
-static void append(int *count, int64_t *sizes, int64_t *strides[LEAD_TENSORS], int64_t size,
-                   const int64_t step[LEAD_TENSORS]) {
-    const int last = *count - 1;
-    int joins = last >= 0;
-    for (int w = 0; joins && w < LEAD_TENSORS; w++) joins = strides[w][last] == step[w] * size;
-    const int at = joins ? last : (*count)++;
-    sizes[at] = joins ? sizes[at] * size : size;
-    for (int w = 0; w < LEAD_TENSORS; w++) strides[w][at] = step[w];
-}
-
-/* Splits the leading dims into token and repeat dims and joins what lies side by side. */
-static void set_rows(rope_args *args, const lead_dims *lead) {
-    rope_operand *angles = args->positions.data ? &args->positions : &args->freqs;
-    rope_operand *grad = args->positions.data ? &args->grad_positions : &args->grad_freqs;
-    int64_t unused[2][ROPE_MAX_DIMS];
-    int64_t *token[] = {args->x.token, args->y.token, args->saved.token, angles->token, grad->token};
-    int64_t *repeat[] = {args->x.repeat, args->y.repeat, args->saved.repeat, unused[0], unused[1]};
-    for (int d = 0; d < lead->dims; d++) {
-        int64_t step[LEAD_TENSORS];
-        if (lead->size[d] == 1) continue;
-        for (int w = 0; w < LEAD_TENSORS; w++) step[w] = lead->stride[w][d];
-        if (step[LEAD_ANGLES] != 0 || step[LEAD_GRAD_ANGLES] != 0)
-            append(&args->token_dims, args->token_size, token, lead->size[d], step);
-        else
-            append(&args->repeat_dims, args->repeat_size, repeat, lead->size[d], step);
-    }
-}
-
-static void set_rope_tensor(rope_tensor *to, const tensor *t, int head_dim_at) {
-    to->data = (void *)(uintptr_t)t->data;
-    to->head = t->sizes[head_dim_at] == 1 ? 0 : t->strides[head_dim_at];
-    to->channel = t->strides[t->dims - 1];
-}
-
-static int non_overlapping_and_dense(const tensor *t) {
-    int done[ROPE_MAX_DIMS] = {0};
-    for (int64_t step = 1;;) {
-        int found = -1, left = 0;
-        for (int d = 0; d < t->dims; d++) {
-            if (done[d] || t->sizes[d] < 2) continue;
-            left = 1;
-            if (t->strides[d] == step) found = d;
-        }
-        if (!left) return 1;
-        if (found < 0) return 0;
-        done[found] = 1;
-        step *= t->sizes[found];
-    }
 }
 
 /* The settings that all rotations by positions and frequencies share, as they stand at the end of the schemas. */
@@ -466,10 +262,6 @@ static void kernel_rotate_(torch_value *stack, uint64_t inputs, uint64_t outputs
     }
     if (!c.error && count_of(&x) > 0) run_parts(&c, &p, &s);
     finish(&c, stack, NULL, 0);
-}
-
-static int same_shape(const tensor *a, const tensor *b) {
-    return a->dims == b->dims && memcmp(a->sizes, b->sizes, (size_t)a->dims * sizeof *a->sizes) == 0;
 }
 
 /* rotate_backward(grad, y, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse,

@@ -33,8 +33,10 @@ def _operator(schema: str, shape_function, definition, *names: str) -> None:
 
 def _like(x: Tensor, shape) -> Tensor:
     """An empty tensor with the strides of ``x`` where it has that shape and is dense, else contiguous."""
-    if tuple(x.shape) == tuple(shape) and torch._prims_common.is_non_overlapping_and_dense(x):
-        return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
+    if tuple(x.shape) == tuple(shape):
+        like = torch.empty_like(x)
+        if like.stride() == x.stride():
+            return like
     return x.new_empty(shape)
 
 

@@ -1,0 +1,129 @@
+#include "torch_tensors.h"
+
+#include <string.h>
+
+static int64_t live_handles;
+
+int64_t torch_live_handles(void) { return __atomic_load_n(&live_handles, __ATOMIC_RELAXED); }
+
+void fail(call *c, const char *error) {
+    if (!c->error) c->error = error;
+}
+
+static rope_dtype dtype_of(int32_t dtype) {
+    static int32_t codes[ROPE_UNSUPPORTED];
+    static int known;
+    if (!__atomic_load_n(&known, __ATOMIC_ACQUIRE)) { /* threads may race to store the same values */
+        codes[ROPE_F32] = torch.aoti_torch_dtype_float32();
+        codes[ROPE_F64] = torch.aoti_torch_dtype_float64();
+        codes[ROPE_F16] = torch.aoti_torch_dtype_float16();
+        codes[ROPE_BF16] = torch.aoti_torch_dtype_bfloat16();
+        codes[ROPE_U8] = torch.aoti_torch_dtype_uint8();
+        codes[ROPE_I8] = torch.aoti_torch_dtype_int8();
+        codes[ROPE_I16] = torch.aoti_torch_dtype_int16();
+        codes[ROPE_U16] = torch.aoti_torch_dtype_uint16();
+        codes[ROPE_I32] = torch.aoti_torch_dtype_int32();
+        codes[ROPE_U32] = torch.aoti_torch_dtype_uint32();
+        codes[ROPE_I64] = torch.aoti_torch_dtype_int64();
+        codes[ROPE_U64] = torch.aoti_torch_dtype_uint64();
+        __atomic_store_n(&known, 1, __ATOMIC_RELEASE);
+    }
+    for (int i = 0; i < ROPE_UNSUPPORTED; i++)
+        if (codes[i] == dtype) return (rope_dtype)i;
+    return ROPE_UNSUPPORTED;
+}
+
+static void count_in(call *c, torch_tensor handle) {
+    c->handles[c->count++] = handle;
+    __atomic_add_fetch(&live_handles, 1, __ATOMIC_RELAXED);
+}
+
+static tensor describe(call *c, torch_tensor handle) {
+    tensor t = {.handle = handle, .dtype = ROPE_UNSUPPORTED};
+    int64_t dims, *sizes, *strides;
+    int32_t device;
+    if (torch.aoti_torch_get_dim(handle, &dims) || torch.aoti_torch_get_sizes(handle, &sizes) ||
+        torch.aoti_torch_get_strides(handle, &strides) || torch.aoti_torch_get_dtype(handle, &t.torch_dtype) ||
+        torch.aoti_torch_get_device_type(handle, &device)) {
+        fail(c, "an argument is not a plain strided tensor");
+        return t;
+    }
+    if (device != torch.aoti_torch_device_type_cpu()) fail(c, "all tensors must be on the CPU");
+    if (dims > ROPE_MAX_DIMS) fail(c, "tensors may have at most 16 dimensions");
+    t.dims = (int)dims;
+    t.sizes = sizes;
+    t.strides = strides;
+    t.dtype = dtype_of(t.torch_dtype);
+    return t;
+}
+
+tensor take(call *c, torch_value value) {
+    torch_tensor handle = (torch_tensor)(uintptr_t)value;
+    count_in(c, handle);
+    tensor t = describe(c, handle);
+    if (!c->error && torch.torch_get_const_data_ptr(handle, &t.data)) fail(c, "a tensor has no memory of its own");
+    return t;
+}
+
+tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
+    int64_t dense[ROPE_MAX_DIMS], step = 1;
+    for (int d = dims - 1; d >= 0; d--) {
+        dense[d] = step;
+        step *= sizes[d] > 1 ? sizes[d] : 1;
+    }
+    torch_tensor handle;
+    tensor t = {0};
+    if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype,
+                                       torch.aoti_torch_device_type_cpu(), 0, &handle)) {
+        fail(c, "the result could not be allocated");
+        return t;
+    }
+    count_in(c, handle);
+    t = describe(c, handle);
+    void *data;
+    if (!c->error && torch.torch_get_mutable_data_ptr(handle, &data)) fail(c, "the result has no memory");
+    if (!c->error) t.data = data;
+    return t;
+}
+
+int64_t count_of(const tensor *t) {
+    int64_t count = 1;
+    for (int d = 0; d < t->dims; d++) count *= t->sizes[d];
+    return count;
+}
+
+size_t bytes_of(const tensor *t) {
+    static const size_t size[ROPE_UNSUPPORTED + 1] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 0};
+    return (size_t)count_of(t) * size[t->dtype];
+}
+
+void finish(call *c, torch_value *stack, const tensor *results, int result_count) {
+    for (int i = 0; i < c->count; i++) {
+        int kept = 0;
+        for (int r = 0; !c->error && r < result_count; r++) kept |= c->handles[i] == results[r].handle;
+        if (!kept) torch.aoti_torch_delete_tensor_object(c->handles[i]);
+        __atomic_sub_fetch(&live_handles, 1, __ATOMIC_RELAXED);
+    }
+    if (c->error) torch.aoti_torch_check(false, "nd_rotary", __FILE__, __LINE__, c->error);
+    for (int r = 0; r < result_count; r++) stack[r] = (torch_value)(uintptr_t)results[r].handle;
+}
+
+int same_shape(const tensor *a, const tensor *b) {
+    return a->dims == b->dims && memcmp(a->sizes, b->sizes, (size_t)a->dims * sizeof *a->sizes) == 0;
+}
+
+int non_overlapping_and_dense(const tensor *t) {
+    int done[ROPE_MAX_DIMS] = {0};
+    for (int64_t step = 1;;) {
+        int found = -1, left = 0;
+        for (int d = 0; d < t->dims; d++) {
+            if (done[d] || t->sizes[d] < 2) continue;
+            left = 1;
+            if (t->strides[d] == step) found = d;
+        }
+        if (!left) return 1;
+        if (found < 0) return 0;
+        done[found] = 1;
+        step *= t->sizes[found];
+    }
+}
