@@ -1,4 +1,5 @@
-"""Builds the C extension: one plain `Extension`, no torch, each file with the flags of its instruction set."""
+"""Builds the C extension: one plain `Extension`, no torch, each file with the flags of its instruction
+set."""
 
 import os
 import platform
@@ -12,7 +13,13 @@ COMMON = ["-std=c11", "-O3", "-fvisibility=hidden", "-fexceptions", "-ffp-contra
 if os.environ.get("ND_ROTARY_WERROR") == "1":
     COMMON += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
 if os.environ.get("ND_ROTARY_SANITIZE") == "1":
-    COMMON += ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    COMMON += [
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]

@@ -67,12 +67,12 @@ typedef struct {
     rope_tensor x; /* read */
     rope_tensor y; /* written: the rotation of x. May be x itself */
 
-    int64_t axes, freq_heads;  /* freq_heads is `heads` or 1 */
-    rope_operand positions;    /* token, axis. Absent: freqs holds angles, and axes is 1 */
-    rope_operand freqs;        /* axis, head, pair; with token strides only where it holds angles */
+    int64_t axes, freq_heads; /* freq_heads is `heads` or 1 */
+    rope_operand positions;   /* token, axis. Absent: freqs holds angles, and axes is 1 */
+    rope_operand freqs;       /* axis, head, pair; with token strides only where it holds angles */
 
     /* Backward only: x is dL/dy, y is dL/dx, and `inverse` is that of this rotation, not of the forward. */
-    rope_tensor saved;    /* the output of the forward, or its input */
+    rope_tensor saved; /* the output of the forward, or its input */
     int saved_is_input;
     rope_operand grad_positions;
     rope_operand grad_freqs;
@@ -88,8 +88,8 @@ const char *rope_cpu_run(const rope_args *args, rope_parallel_for *parallel_for)
 
 /* Writes angles [tokens, freq_heads, pairs] to `angles` from args->positions and args->freqs, the latter with
  * `groups` frequency groups `group_stride` apart that are summed. Only the token dims of args are used. */
-const char *rope_cpu_angles(const rope_args *args, int64_t groups, int64_t group_stride,
-                            const rope_operand *angles, rope_parallel_for *parallel_for);
+const char *rope_cpu_angles(const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles,
+                            rope_parallel_for *parallel_for);
 
 /* Instruction sets in this binary, best first; NULL past the end. */
 const char *rope_cpu_isa(int index, int *usable);

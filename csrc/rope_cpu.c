@@ -68,7 +68,8 @@ static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) /
 
 static int64_t product(int dims, const int64_t *size) {
     int64_t count = 1;
-    for (int d = 0; d < dims; d++) count *= size[d];
+    for (int d = 0; d < dims; d++)
+        count *= size[d];
     return count;
 }
 
@@ -105,8 +106,8 @@ static void read_freqs(rope_plan *plan) {
         double bound = 0;
         for (int64_t h = 0; h < args->freq_heads; h++)
             for (int64_t i = 0; i < args->pairs; i++) {
-                double low, f = rope_read(freqs->data, freqs->dtype, a * freqs->axis + h * freqs->head + i * freqs->pair,
-                                          &low);
+                double low, f = rope_read(freqs->data, freqs->dtype,
+                                          a * freqs->axis + h * freqs->head + i * freqs->pair, &low);
                 plan->freqs_f64[a * plan->padded + h * args->pairs + i] = f;
                 plan->freqs_f32[a * plan->padded + h * args->pairs + i] = (float)f;
                 bound = fabs(f) <= bound || bound != bound ? bound : fabs(f); /* a NaN stays */
@@ -129,7 +130,8 @@ static void add_up(const rope_plan *plan) {
     const rope_operand *freqs = &args->grad_freqs, *positions = &args->grad_positions;
     if (plan->freq_sums) {
         for (int64_t unit = 1; unit < units; unit++)
-            for (int64_t i = 0; i < axes * padded; i++) plan->freq_sums[i] += plan->freq_sums[unit * axes * padded + i];
+            for (int64_t i = 0; i < axes * padded; i++)
+                plan->freq_sums[i] += plan->freq_sums[unit * axes * padded + i];
         for (int64_t a = 0; a < axes; a++)
             for (int64_t h = 0; h < args->freq_heads; h++)
                 for (int64_t i = 0; i < args->pairs; i++)
@@ -180,7 +182,8 @@ const char *rope_cpu_run(const rope_args *args, rope_parallel_for *parallel_for)
     if (position_sums) plan.position_sums = next + freq_sums;
 
     /* a piece below some 10 us of work costs more to hand over than to do */
-    const int64_t unit_work = plan.unit_tokens * (plan.unit_repeats * args->heads * args->head_dim + 8 * plan.row) + 1;
+    const int64_t unit_work =
+        plan.unit_tokens * (plan.unit_repeats * args->heads * args->head_dim + 8 * plan.row) + 1;
     const int failed = parallel_for(units, larger(32768 / unit_work, 1), run_units, &plan);
     if (!failed && !plan.out_of_memory) add_up(&plan);
     free(memory);
@@ -225,9 +228,9 @@ const char *rope_cpu_angles(const rope_args *args, int64_t groups, int64_t group
             for (int64_t h = 0; h < args->freq_heads; h++)
                 for (int64_t i = 0; i < args->pairs; i++) {
                     double low;
-                    freqs[a * row + h * args->pairs + i] += rope_read(
-                        from->data, from->dtype, a * from->axis + g * group_stride + h * from->head + i * from->pair,
-                        &low);
+                    freqs[a * row + h * args->pairs + i] +=
+                        rope_read(from->data, from->dtype,
+                                  a * from->axis + g * group_stride + h * from->head + i * from->pair, &low);
                 }
     angles_context work = {args, angles, freqs};
     const int64_t tokens = product(args->token_dims, args->token_size);

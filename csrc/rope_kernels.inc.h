@@ -47,7 +47,8 @@ static int read_token(const rope_plan *plan, int64_t token, const token_scratch 
         int64_t base = rope_offset(args->token_dims, args->token_size, freqs->token, token);
         for (int64_t h = 0; h < args->freq_heads; h++)
             for (int64_t i = 0; i < args->pairs; i++) {
-                double low, angle = rope_read(freqs->data, freqs->dtype, base + h * freqs->head + i * freqs->pair, &low);
+                double low,
+                    angle = rope_read(freqs->data, freqs->dtype, base + h * freqs->head + i * freqs->pair, &low);
                 scratch->angles[h * args->pairs + i] = angle;
                 bound = fabs(angle) <= bound || bound != bound ? bound : fabs(angle); /* a NaN stays */
             }
@@ -87,11 +88,11 @@ static void fill_table_unbounded(const double *freqs, int64_t stride, int64_t ax
 #define PI 0x1.921fb54442d18p+1
 #define PI_LOW 0x1.1a62633145c07p-53
 #define ROUND_MAGIC 0x1.8p52 /* adding it leaves an integer in the low bits */
-static const double sin_terms_f64[] = {-0x1.4abbce625be52p+2, 0x1.466bc6775aa4ap+1,  -0x1.32d2cce6263dap-1,
-                                       0x1.5078348498c14p-4,  -0x1.e3074d9cd5e57p-8, 0x1.e8f34ca85ad26p-12,
+static const double sin_terms_f64[] = {-0x1.4abbce625be52p+2,  0x1.466bc6775aa4ap+1,  -0x1.32d2cce6263dap-1,
+                                       0x1.5078348498c14p-4,   -0x1.e3074d9cd5e57p-8, 0x1.e8f34ca85ad26p-12,
                                        -0x1.6f76d5ba21a9dp-16, 0x1.9ccae52b1197fp-21};
-static const double cos_terms_f64[] = {-0x1.3bd3cc9be45dep+2, 0x1.03c1f081b5ac3p+2,   -0x1.55d3c7e3cbf6fp+0,
-                                       0x1.e1f506891456bp-3,  -0x1.a6d1f29e82218p-6,  0x1.f9d3882fbcc41p-10,
+static const double cos_terms_f64[] = {-0x1.3bd3cc9be45dep+2,  0x1.03c1f081b5ac3p+2,  -0x1.55d3c7e3cbf6fp+0,
+                                       0x1.e1f506891456bp-3,   -0x1.a6d1f29e82218p-6, 0x1.f9d3882fbcc41p-10,
                                        -0x1.b6e1960ec9a71p-14, 0x1.209e5d008d63cp-18, -0x1.2091b73e15891p-23};
 #include "rope_trig.inc.h"
 #undef R
@@ -110,7 +111,8 @@ static const double cos_terms_f64[] = {-0x1.3bd3cc9be45dep+2, 0x1.03c1f081b5ac3p
 #define PI_LOW -0x1.777a5cp-24f
 #define ROUND_MAGIC 0x1.8p23f
 static const float sin_terms_f32[] = {-0x1.4abbc2p+2f, 0x1.466898p+1f, -0x1.324958p-1f, 0x1.3d7174p-4f};
-static const float cos_terms_f32[] = {-0x1.3bd3ccp+2f, 0x1.03c1e6p+2f, -0x1.55d0b6p+0f, 0x1.e12f22p-3f, -0x1.90162cp-6f};
+static const float cos_terms_f32[] = {-0x1.3bd3ccp+2f, 0x1.03c1e6p+2f, -0x1.55d0b6p+0f, 0x1.e12f22p-3f,
+                                      -0x1.90162cp-6f};
 #include "rope_trig.inc.h"
 
 /* One head, or all heads of a row where they lie side by side. */

@@ -28,14 +28,14 @@ typedef struct {
     /* The same in half turns per unit, as a sum: [axes][2][padded] */
     float *turns_f32;
     double *turns_f64;
-    int freqs_fit_f32;       /* float32 holds every frequency exactly */
-    double *freq_bound;      /* [axes]: largest |frequency| */
+    int freqs_fit_f32;  /* float32 holds every frequency exactly */
+    double *freq_bound; /* [axes]: largest |frequency| */
 
     /* Backward, summed over units in order at the end; NULL where not wanted */
-    double *freq_sums;       /* [units][axes][padded] */
-    double *position_sums;   /* [repeat_units][tokens][axes]; NULL too with one repeat unit */
+    double *freq_sums;     /* [units][axes][padded] */
+    double *position_sums; /* [repeat_units][tokens][axes]; NULL too with one repeat unit */
 
-    int out_of_memory;       /* set by a failing task */
+    int out_of_memory; /* set by a failing task */
 } rope_plan;
 
 /* n frequencies (or angles) in radians as half turns, high and low `stride` apart, in both arithmetics. */

@@ -36,7 +36,8 @@ INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT *save
         b1 = a1 * c - ((VEC){0} - a0 * s);
     }
     if (work & REDUCE) {
-        VEC w0 = LOAD(saved), w1 = LOAD(saved + half), g0 = work & FROM_INPUT ? b0 : a0, g1 = work & FROM_INPUT ? b1 : a1;
+        VEC w0 = LOAD(saved), w1 = LOAD(saved + half), g0 = work & FROM_INPUT ? b0 : a0,
+            g1 = work & FROM_INPUT ? b1 : a1;
         STORE_REAL(grad, LOAD_REAL(grad) + (g1 * w0 - g0 * w1));
     }
     if (work & WRITE) {
@@ -90,8 +91,8 @@ INLINE void NAME(rotate_halves, E)(int work, const ELEMENT *x, const ELEMENT *sa
 }
 
 /* Channels one element apart. y may be x. */
-INLINE void NAME(rotate_head, E)(int work, const head_shape *shape, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
-                                 const REAL *table, int64_t sin_at, REAL *grad) {
+INLINE void NAME(rotate_head, E)(int work, const head_shape *shape, const ELEMENT *x, const ELEMENT *saved,
+                                 ELEMENT *y, const REAL *table, int64_t sin_at, REAL *grad) {
     const int64_t first = shape->rotary_offset, last = first + 2 * shape->pairs, half = shape->block / 2;
     if (work & WRITE && y != x) {
         if (first > 0) memcpy(y, x, (size_t)first * sizeof(ELEMENT));
@@ -147,10 +148,13 @@ INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, 
                         NAME(rotate_head, E)(work, shape, x, saved, y, table, sin_at, grad);
                         continue;
                     }
-                    for (int64_t d = 0; d < n; d++) row[d] = x[d * args->x.channel];
-                    for (int64_t d = 0; work & REDUCE && d < n; d++) row[n + d] = saved[d * args->saved.channel];
+                    for (int64_t d = 0; d < n; d++)
+                        row[d] = x[d * args->x.channel];
+                    for (int64_t d = 0; work & REDUCE && d < n; d++)
+                        row[n + d] = saved[d * args->saved.channel];
                     NAME(rotate_head, E)(work, shape, row, row + n, row + 2 * n, table, sin_at, grad);
-                    for (int64_t d = 0; work & WRITE && d < n; d++) y[d * args->y.channel] = row[2 * n + d];
+                    for (int64_t d = 0; work & WRITE && d < n; d++)
+                        y[d * args->y.channel] = row[2 * n + d];
                 }
             }
 }
@@ -158,7 +162,7 @@ INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, 
 /* One copy of the loops for each kind of work, so that no loop decides what to do. */
 static void NAME(rotate_any, E)(int work, int strided, const rope_args *args, const head_shape *shape,
                                 const NAME(chunk, E) * chunk, int64_t first, int64_t last) {
-#define CASE(kind)                                                                                                    \
+#define CASE(kind)                                                                                                   \
     case kind: NAME(rotate_chunk, E)(kind, 0, args, shape, chunk, first, last); break
     if (strided) { /* slow anyway: one copy for all */
         NAME(rotate_chunk, E)(work, 1, args, shape, chunk, first, last);
@@ -181,9 +185,11 @@ static void NAME(finish_token, E)(const rope_plan *plan, int64_t token, int64_t 
     const int64_t row = plan->row, padded = plan->padded, axes = args->axes;
     const REAL sign = args->inverse ? 1 : -1; /* the backward rotates the other way round */
     if (args->block == 2)
-        for (int64_t i = 0; i < row; i++) angle_grad[i] = sign * (grad[2 * i + 1] - grad[2 * i]);
+        for (int64_t i = 0; i < row; i++)
+            angle_grad[i] = sign * (grad[2 * i + 1] - grad[2 * i]);
     else
-        for (int64_t i = 0; i < row; i++) angle_grad[i] = sign * grad[i];
+        for (int64_t i = 0; i < row; i++)
+            angle_grad[i] = sign * grad[i];
 
     if (!args->positions.data) {
         const rope_operand *out = &args->grad_freqs;
@@ -208,7 +214,8 @@ static void NAME(finish_token, E)(const rope_plan *plan, int64_t token, int64_t 
     }
     if (freq_sums)
         for (int64_t a = 0; a < axes; a++)
-            for (int64_t i = 0; i < row; i++) freq_sums[a * padded + i] += position[a] * angle_grad[i];
+            for (int64_t i = 0; i < row; i++)
+                freq_sums[a * padded + i] += position[a] * angle_grad[i];
 }
 
 static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
@@ -216,23 +223,24 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
     const int64_t chunk = plan->chunk, padded = plan->padded, axes = args->axes;
     const int interleaved = args->block == 2, backward = args->saved.data != NULL;
     const int64_t span = 2 * padded;
-    const int strided = args->x.channel != 1 || (args->y.data && args->y.channel != 1) ||
-                        (backward && args->saved.channel != 1);
+    const int strided =
+        args->x.channel != 1 || (args->y.data && args->y.channel != 1) || (backward && args->saved.channel != 1);
     const int side_by_side = interleaved && !strided && args->freq_heads == args->heads && args->rotary_offset == 0 &&
                              2 * args->pairs == args->head_dim && args->x.head == args->head_dim &&
                              (!args->y.data || args->y.head == args->head_dim) &&
                              (!backward || args->saved.head == args->head_dim);
     const int64_t heads = side_by_side ? 1 : args->heads, merged = side_by_side ? args->heads : 1;
     const head_shape shape = {merged * args->head_dim, merged * args->pairs, args->rotary_offset, args->block};
-    const int work = (args->y.data ? WRITE : 0) | (backward ? REDUCE : 0) |
-                     (backward && args->saved_is_input ? FROM_INPUT : 0);
+    const int work =
+        (args->y.data ? WRITE : 0) | (backward ? REDUCE : 0) | (backward && args->saved_is_input ? FROM_INPUT : 0);
     const int64_t table_head = args->freq_heads == 1 ? 0 : interleaved ? 2 * args->pairs : args->pairs;
 
     /* the tables first, at a cache line: their loads may not cross one */
     const size_t reals = (size_t)((1 + backward) * chunk * span + padded + axes * padded + chunk * axes);
     const size_t doubles = (size_t)(5 * padded + 2 * axes + 1), rows = strided ? (size_t)(3 * args->head_dim) : 0;
-    void *memory = malloc(ROPE_LINE + reals * sizeof(REAL) + 8 + doubles * sizeof(double) +
-                          (size_t)(3 * chunk) * sizeof(int64_t) + (size_t)(2 * padded) * sizeof(float) + rows * sizeof(ELEMENT));
+    void *memory =
+        malloc(ROPE_LINE + reals * sizeof(REAL) + 8 + doubles * sizeof(double) +
+               (size_t)(3 * chunk) * sizeof(int64_t) + (size_t)(2 * padded) * sizeof(float) + rows * sizeof(ELEMENT));
     if (!memory) return -1;
     REAL *tables = rope_align(memory, ROPE_LINE), *grads = tables + chunk * span;
     REAL *angle_grad = grads + (backward ? chunk * span : 0), *freq_block = angle_grad + padded;
@@ -252,7 +260,8 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
     now = {x_offset, saved_offset, y_offset, tables, grads, copies, 0, heads, span, table_head};
 
     for (int64_t unit = begin; unit < end; unit++) {
-        const int64_t repeat_unit = unit % plan->repeat_units, first_token = unit / plan->repeat_units * plan->unit_tokens;
+        const int64_t repeat_unit = unit % plan->repeat_units,
+                      first_token = unit / plan->repeat_units * plan->unit_tokens;
         const int64_t last_token = smaller(first_token + plan->unit_tokens, plan->tokens);
         const int64_t first_repeat = repeat_unit * plan->unit_repeats;
         const int64_t last_repeat = smaller(first_repeat + plan->unit_repeats, plan->repeats);
@@ -271,8 +280,8 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
             NAME(rotate_any, E)(work, strided, args, &shape, &now, first_repeat, last_repeat);
             if (!backward) continue;
             for (int64_t t = 0; t < n; t++)
-                NAME(finish_token, E)(plan, start + t, repeat_unit, grads + t * span, positions + t * axes, angle_grad,
-                                      freq_sums);
+                NAME(finish_token, E)(plan, start + t, repeat_unit, grads + t * span, positions + t * axes,
+                                      angle_grad, freq_sums);
             /* float32 sums stay short: one chunk of tokens */
             if (freq_sums) {
                 double *sums = plan->freq_sums + unit * axes * padded;

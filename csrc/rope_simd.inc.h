@@ -91,7 +91,8 @@ static inline vec_f32 fma_f32(vec_f32 a, vec_f32 b, vec_f32 c) {
     return vfmaq_f32(c, a, b);
 #else
     vec_f32 sum = c;
-    for (int i = 0; i < W_f32; i++) sum[i] = fmaf(a[i], b[i], c[i]);
+    for (int i = 0; i < W_f32; i++)
+        sum[i] = fmaf(a[i], b[i], c[i]);
     return sum;
 #endif
 }
@@ -105,7 +106,8 @@ static inline vec_f64 fma_f64(vec_f64 a, vec_f64 b, vec_f64 c) {
     return vfmaq_f64(c, a, b);
 #else
     vec_f64 sum = c;
-    for (int i = 0; i < W_f64; i++) sum[i] = fma(a[i], b[i], c[i]);
+    for (int i = 0; i < W_f64; i++)
+        sum[i] = fma(a[i], b[i], c[i]);
     return sum;
 #endif
 }
@@ -119,11 +121,11 @@ static inline void store_f64(double *p, vec_f64 a) { *(loose_f64 *)p = a; }
 /* Of pairs (cos, sin): the cos of each pair in both of its lanes, and the sin. x86 has loads that do so, which saves
  * the shuffles that the compiler would make of one load. */
 #if ROPE_BYTES >= 32
-#define LOAD_DOUBLED(R, name, type, instruction)                                                                      \
-    static inline vec_##R name##_##R(const type *p) {                                                                 \
-        vec_##R a;                                                                                                    \
-        __asm__(instruction " %1, %0" : "=v"(a) : "m"(*(const loose_##R *)p));                                        \
-        return a;                                                                                                     \
+#define LOAD_DOUBLED(R, name, type, instruction)                                                                     \
+    static inline vec_##R name##_##R(const type *p) {                                                                \
+        vec_##R a;                                                                                                   \
+        __asm__(instruction " %1, %0" : "=v"(a) : "m"(*(const loose_##R *)p));                                       \
+        return a;                                                                                                    \
     }
 LOAD_DOUBLED(f32, load_cos, float, "vmovsldup")
 LOAD_DOUBLED(f32, load_sin, float, "vmovshdup")
@@ -148,7 +150,8 @@ static inline vec_f32 load_bf16(const uint16_t *p) {
 
 static inline void store_bf16(uint16_t *p, vec_f32 a) {
     uint_f32 bits = (uint_f32)a, nan = (uint_f32)(a != a); /* a NaN's rounding could carry into infinity */
-    uint_f32 rounded = bits + 0x7fff + ((bits >> 16) & 1), result = ((rounded & ~nan) | ((bits | 0x400000) & nan)) >> 16;
+    uint_f32 rounded = bits + 0x7fff + ((bits >> 16) & 1),
+             result = ((rounded & ~nan) | ((bits | 0x400000) & nan)) >> 16;
 #if ROPE_BYTES == 64
     _mm256_storeu_si256((__m256i_u *)p, _mm512_cvtepi32_epi16((__m512i)result));
 #elif ROPE_BYTES == 32
@@ -168,7 +171,8 @@ static inline vec_f32 load_f16(const uint16_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     vec_f32 a;
-    for (int i = 0; i < W_f32; i++) a[i] = rope_f16_to_f32(p[i]);
+    for (int i = 0; i < W_f32; i++)
+        a[i] = rope_f16_to_f32(p[i]);
     return a;
 #endif
 }
@@ -181,6 +185,7 @@ static inline void store_f16(uint16_t *p, vec_f32 a) {
 #elif defined(__aarch64__)
     vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)));
 #else
-    for (int i = 0; i < W_f32; i++) p[i] = rope_f32_to_f16(a[i]);
+    for (int i = 0; i < W_f32; i++)
+        p[i] = rope_f32_to_f16(a[i]);
 #endif
 }

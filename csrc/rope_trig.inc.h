@@ -28,11 +28,11 @@ static void NAME(fill_table, R)(const REAL *turns, int64_t stride, int64_t axes,
         EACH r[v] = tail[v] = SPLAT(0);
         EACH odd[v] = (INTS){0};
 /* takes whole half turns off `from`, into `to` */
-#define TAKE_OFF(to, from)                                                                                            \
-    do {                                                                                                              \
-        EACH shifted[v] = from[v] + ROUND_MAGIC;                                                                      \
-        EACH to[v] = from[v] - (shifted[v] - ROUND_MAGIC);                                                            \
-        EACH odd[v] ^= (INTS)shifted[v];                                                                              \
+#define TAKE_OFF(to, from)                                                                                           \
+    do {                                                                                                             \
+        EACH shifted[v] = from[v] + ROUND_MAGIC;                                                                     \
+        EACH to[v] = from[v] - (shifted[v] - ROUND_MAGIC);                                                           \
+        EACH odd[v] ^= (INTS)shifted[v];                                                                             \
     } while (0)
         for (int64_t a = 0; a < axes; a++) {
             const REAL *const at = turns + 2 * a * stride + i;
@@ -55,8 +55,10 @@ static void NAME(fill_table, R)(const REAL *turns, int64_t stride, int64_t axes,
         EACH z[v] = r[v] * r[v];
         EACH s[v] = SPLAT(SIN_TERMS[COUNT(SIN_TERMS) - 1]);
         EACH c[v] = SPLAT(COS_TERMS[COUNT(COS_TERMS) - 1]);
-        for (int j = COUNT(SIN_TERMS) - 2; j >= 0; j--) EACH s[v] = FMA(s[v], z[v], SPLAT(SIN_TERMS[j]));
-        for (int j = COUNT(COS_TERMS) - 2; j >= 0; j--) EACH c[v] = FMA(c[v], z[v], SPLAT(COS_TERMS[j]));
+        for (int j = COUNT(SIN_TERMS) - 2; j >= 0; j--)
+            EACH s[v] = FMA(s[v], z[v], SPLAT(SIN_TERMS[j]));
+        for (int j = COUNT(COS_TERMS) - 2; j >= 0; j--)
+            EACH c[v] = FMA(c[v], z[v], SPLAT(COS_TERMS[j]));
         EACH s[v] = FMA(r[v], SPLAT(PI), r[v] * FMA(s[v], z[v], SPLAT(PI_LOW)));
         EACH c[v] = FMA(c[v], z[v], SPLAT(1));
         EACH odd[v] <<= SIGN_BIT;
@@ -78,12 +80,16 @@ static REAL NAME(dot, R)(const REAL *a, const REAL *b, int64_t n) {
     enum { LANES = 64 / sizeof(REAL), VECTORS = 64 / ROPE_BYTES };
     VEC sums[VECTORS];
     REAL lanes[LANES];
-    for (int v = 0; v < VECTORS; v++) sums[v] = SPLAT(0);
+    for (int v = 0; v < VECTORS; v++)
+        sums[v] = SPLAT(0);
     for (int64_t i = 0; i < n; i += LANES)
-        for (int v = 0; v < VECTORS; v++) sums[v] += LOAD(a + i + v * W) * LOAD(b + i + v * W);
-    for (int v = 0; v < VECTORS; v++) STORE(lanes + v * W, sums[v]);
+        for (int v = 0; v < VECTORS; v++)
+            sums[v] += LOAD(a + i + v * W) * LOAD(b + i + v * W);
+    for (int v = 0; v < VECTORS; v++)
+        STORE(lanes + v * W, sums[v]);
     for (int step = LANES / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+        for (int i = 0; i < step; i++)
+            lanes[i] += lanes[i + step];
     return lanes[0];
 }
 
@@ -98,7 +104,8 @@ static void NAME(token_table, R)(const rope_plan *plan, int64_t token, const tok
     const double bound = scratch->bound[0];
     const double *turns_f64 = plan->turns_f64 ? plan->turns_f64 : scratch->turns_f64;
 
-    for (int64_t a = 0; a < axes; a++) position[a] = (REAL)scratch->position[a];
+    for (int64_t a = 0; a < axes; a++)
+        position[a] = (REAL)scratch->position[a];
 #if R_IS_F32
     if (fits_f32 && bound < ROPE_ANGLE_LIMIT_F32) {
         const float *turns_f32 = plan->turns_f32 ? plan->turns_f32 : scratch->turns_f32;

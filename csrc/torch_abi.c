@@ -26,7 +26,8 @@ static const struct {
 int torch_abi_load(char *message, size_t size) {
     void *library = dlopen(LIBTORCH, RTLD_NOLOAD | RTLD_LAZY);
     if (!library) {
-        snprintf(message, size, "torch is not loaded (%s was not found in this process): import torch first", LIBTORCH);
+        snprintf(message, size, "torch is not loaded (%s was not found in this process): import torch first",
+                 LIBTORCH);
         return -1;
     }
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {

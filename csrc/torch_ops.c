@@ -26,14 +26,16 @@ enum { SETTINGS = 6 };
 static int flag(torch_value value) { return (value & 0xff) != 0; }
 
 static settings read_settings(const torch_value *stack) {
-    settings s = {(int64_t)stack[0], (int64_t)stack[1], (int64_t)stack[2], (int64_t)stack[3], flag(stack[4]), flag(stack[5])};
+    settings s = {(int64_t)stack[0], (int64_t)stack[1], (int64_t)stack[2],
+                  (int64_t)stack[3], flag(stack[4]),    flag(stack[5])};
     return s;
 }
 
 /* [..., heads * D] as [..., heads, D]. The tensor then points into itself and may not be copied. */
 static void split_heads(call *c, tensor *t, const settings *s) {
     if (s->heads == 0 || c->error) return;
-    if (s->heads < 0 || s->head_first || t->dims < 1 || t->dims >= ROPE_MAX_DIMS || t->sizes[t->dims - 1] % s->heads) {
+    if (s->heads < 0 || s->head_first || t->dims < 1 || t->dims >= ROPE_MAX_DIMS ||
+        t->sizes[t->dims - 1] % s->heads) {
         fail(c, "the last dim of the embeddings can't be split into heads");
         return;
     }
@@ -74,7 +76,8 @@ static void check_parts(call *c, const parts *p, const settings *s) {
     const int64_t heads = x->sizes[head_at], head_dim = x->sizes[x->dims - 1], pairs = freqs->sizes[2];
     if (freqs->sizes[0] < 1 || freqs->sizes[0] != positions->sizes[positions->dims - 1])
         fail(c, "freqs and positions must have the same number of axes, at least 1");
-    if (freqs->sizes[1] != 1 && freqs->sizes[1] != heads) fail(c, "freqs must have 1 head or those of the embeddings");
+    if (freqs->sizes[1] != 1 && freqs->sizes[1] != heads)
+        fail(c, "freqs must have 1 head or those of the embeddings");
     if (s->rotary_offset < 0 || s->rotary_offset > head_dim || pairs > (head_dim - s->rotary_offset) / 2)
         fail(c, "the rotated channels must lie inside the head");
     if (s->block < 2 || s->block % 2 != 0 || (2 * pairs) % s->block != 0)
@@ -99,7 +102,8 @@ static void broadcast(call *c, const parts *p, const settings *s, lead_dims *lea
     const tensor *embeddings[] = {[LEAD_X] = p->x, [LEAD_Y] = p->y, [LEAD_SAVED] = p->saved};
     const tensor *positions[] = {p->positions, p->grad_positions};
     lead->dims = p->x->dims - 2 > p->positions->dims - 1 ? p->x->dims - 2 : p->positions->dims - 1;
-    for (int d = 0; d < lead->dims; d++) lead->size[d] = 1;
+    for (int d = 0; d < lead->dims; d++)
+        lead->size[d] = 1;
     for (int w = 0; w < 3; w++) {
         int64_t sizes[ROPE_MAX_DIMS], strides[ROPE_MAX_DIMS];
         if (embeddings[w] && embeddings[w]->dims - 2 <= lead->dims)
@@ -133,7 +137,8 @@ static void run_parts(call *c, const parts *p, const settings *s) {
     broadcast(c, p, s, &lead);
     if (c->error) return;
     const tensor *x = p->x;
-    const int head_at = s->head_first ? x->dims - 3 : x->dims - 2, token_at = s->head_first ? x->dims - 2 : x->dims - 3;
+    const int head_at = s->head_first ? x->dims - 3 : x->dims - 2,
+              token_at = s->head_first ? x->dims - 2 : x->dims - 3;
     rope_args args = {.dtype = x->dtype,
                       .heads = x->sizes[head_at],
                       .head_dim = x->sizes[x->dims - 1],
@@ -156,9 +161,8 @@ static void run_parts(call *c, const parts *p, const settings *s) {
                                     .dtype = p->positions->dtype,
                                     .axis = p->positions->strides[p->positions->dims - 1]};
     if (p->grad_positions)
-        args.grad_positions = (rope_operand){.data = (void *)(uintptr_t)p->grad_positions->data,
-                                             .dtype = p->grad_positions->dtype,
-                                             .axis = 1};
+        args.grad_positions = (rope_operand){
+            .data = (void *)(uintptr_t)p->grad_positions->data, .dtype = p->grad_positions->dtype, .axis = 1};
     if (p->grad_freqs)
         args.grad_freqs = (rope_operand){.data = (void *)(uintptr_t)p->grad_freqs->data,
                                          .dtype = p->grad_freqs->dtype,
@@ -181,8 +185,8 @@ static void run_parts(call *c, const parts *p, const settings *s) {
     if (error) fail(c, error);
 }
 
-/* A new tensor like the embeddings t but of the given shape, both with heads split; itself not split yet. It has the strides of t where that is the shape
- * of t and t is dense, else it is contiguous. */
+/* A new tensor like the embeddings t but of the given shape, both with heads split; itself not split yet. It has the
+ * strides of t where that is the shape of t and t is dense, else it is contiguous. */
 static tensor allocate_like(call *c, const tensor *t, int dims, const int64_t *sizes, const settings *s) {
     const int same = dims == t->dims && memcmp(sizes, t->sizes, (size_t)dims * sizeof *sizes) == 0;
     int64_t joined_sizes[ROPE_MAX_DIMS], joined_strides[ROPE_MAX_DIMS];
@@ -193,7 +197,8 @@ static tensor allocate_like(call *c, const tensor *t, int dims, const int64_t *s
         joined_sizes[dims - 1] *= joined_sizes[dims];
         joined_strides[t->dims - 2] = joined_strides[t->dims - 1];
     }
-    return allocate(c, dims, joined_sizes, same && non_overlapping_and_dense(t) ? joined_strides : NULL, t->torch_dtype);
+    return allocate(c, dims, joined_sizes, same && non_overlapping_and_dense(t) ? joined_strides : NULL,
+                    t->torch_dtype);
 }
 
 static tensor allocate_output(call *c, const parts *p, const settings *s) {
@@ -295,10 +300,11 @@ static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t
                 fail(&c, "the gradient must have the broadcast shape");
     }
     if (!c.error)
-        results[0] = need_x ? allocate_like(&c, &y, y.dims, y.sizes, &s) : allocate(&c, 1, nothing, NULL, y.torch_dtype);
+        results[0] =
+            need_x ? allocate_like(&c, &y, y.dims, y.sizes, &s) : allocate(&c, 1, nothing, NULL, y.torch_dtype);
     if (!c.error)
-        results[1] = allocate(&c, need_positions ? positions.dims : 1, need_positions ? positions.sizes : nothing, NULL,
-                              need_positions ? positions.torch_dtype : y.torch_dtype);
+        results[1] = allocate(&c, need_positions ? positions.dims : 1, need_positions ? positions.sizes : nothing,
+                              NULL, need_positions ? positions.torch_dtype : y.torch_dtype);
     if (!c.error)
         results[2] = allocate(&c, need_freqs ? 3 : 1, need_freqs ? freqs.sizes : nothing, NULL, freqs.torch_dtype);
     if (need_x) {
@@ -321,7 +327,8 @@ static void run_angles(call *c, const tensor *x, const tensor *y, const tensor *
                        const tensor *grad_angles, int inverse) {
     lead_dims lead = {.dims = y ? y->dims - 2 : x->dims - 2};
     const tensor *operands[LEAD_TENSORS] = {x, y, saved, angles, grad_angles};
-    for (int d = 0; d < lead.dims; d++) lead.size[d] = 1;
+    for (int d = 0; d < lead.dims; d++)
+        lead.size[d] = 1;
     for (int w = 0; w < LEAD_TENSORS; w++)
         if (operands[w]) add_lead(c, &lead, w, operands[w]->dims - 2, operands[w]->sizes, operands[w]->strides, 0);
     if (c->error) return;
@@ -370,7 +377,8 @@ static void kernel_rotate_by_angles(torch_value *stack, uint64_t inputs, uint64_
     tensor x = take(&c, stack[0]), angles = take(&c, stack[1]), y = {0};
     int64_t sizes[ROPE_MAX_DIMS];
     check_angles(&c, &x, &angles);
-    for (int d = 0; !c.error && d < x.dims; d++) sizes[d] = d < x.dims - 2 && x.sizes[d] == 1 ? angles.sizes[d] : x.sizes[d];
+    for (int d = 0; !c.error && d < x.dims; d++)
+        sizes[d] = d < x.dims - 2 && x.sizes[d] == 1 ? angles.sizes[d] : x.sizes[d];
     if (!c.error) y = allocate(&c, x.dims, sizes, NULL, x.torch_dtype);
     if (!c.error) run_angles(&c, &x, &y, NULL, &angles, NULL, 0);
     finish(&c, stack, &y, 1);
@@ -407,7 +415,8 @@ static void kernel_rotate_by_angles_backward(torch_value *stack, uint64_t inputs
     if (!c.error && (!same_shape(&grad, &x) || grad.dtype != x.dtype))
         fail(&c, "the gradient must have the shape and dtype of the embeddings");
     for (int d = 0; !c.error && d < x.dims - 2; d++)
-        if (angles.sizes[d] != 1 && angles.sizes[d] != x.sizes[d]) fail(&c, "angles must broadcast to the embeddings");
+        if (angles.sizes[d] != 1 && angles.sizes[d] != x.sizes[d])
+            fail(&c, "angles must broadcast to the embeddings");
     if (!c.error) results[0] = allocate(&c, need_x ? x.dims : 1, need_x ? x.sizes : nothing, NULL, x.torch_dtype);
     if (!c.error)
         results[1] = allocate(&c, need_angles ? angles.dims : 1, need_angles ? angles.sizes : nothing, NULL,

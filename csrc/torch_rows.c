@@ -1,7 +1,7 @@
 #include "torch_rows.h"
 
 void add_lead(call *c, lead_dims *lead, int which, int dims, const int64_t *sizes, const int64_t *strides,
-                     int64_t skip) {
+              int64_t skip) {
     for (int d = 0; d < dims; d++) {
         const int at = lead->dims - dims + d;
         const int64_t size = d == dims - 1 ? sizes[d] - skip : sizes[d];
@@ -17,10 +17,12 @@ static void append(int *count, int64_t *sizes, int64_t *strides[LEAD_TENSORS], i
                    const int64_t step[LEAD_TENSORS]) {
     const int last = *count - 1;
     int joins = last >= 0;
-    for (int w = 0; joins && w < LEAD_TENSORS; w++) joins = strides[w][last] == step[w] * size;
+    for (int w = 0; joins && w < LEAD_TENSORS; w++)
+        joins = strides[w][last] == step[w] * size;
     const int at = joins ? last : (*count)++;
     sizes[at] = joins ? sizes[at] * size : size;
-    for (int w = 0; w < LEAD_TENSORS; w++) strides[w][at] = step[w];
+    for (int w = 0; w < LEAD_TENSORS; w++)
+        strides[w][at] = step[w];
 }
 
 void set_rows(rope_args *args, const lead_dims *lead) {
@@ -32,7 +34,8 @@ void set_rows(rope_args *args, const lead_dims *lead) {
     for (int d = 0; d < lead->dims; d++) {
         int64_t step[LEAD_TENSORS];
         if (lead->size[d] == 1) continue;
-        for (int w = 0; w < LEAD_TENSORS; w++) step[w] = lead->stride[w][d];
+        for (int w = 0; w < LEAD_TENSORS; w++)
+            step[w] = lead->stride[w][d];
         if (step[LEAD_ANGLES] != 0 || step[LEAD_GRAD_ANGLES] != 0)
             append(&args->token_dims, args->token_size, token, lead->size[d], step);
         else

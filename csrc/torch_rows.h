@@ -14,7 +14,8 @@ typedef struct {
 } lead_dims;
 
 /* Adds a tensor whose leading dims are sizes[0..dims), the last of them shortened by `skip`. */
-void add_lead(call *c, lead_dims *lead, int which, int dims, const int64_t *sizes, const int64_t *strides, int64_t skip);
+void add_lead(call *c, lead_dims *lead, int which, int dims, const int64_t *sizes, const int64_t *strides,
+              int64_t skip);
 
 /* Splits the leading dims into token and repeat dims and joins what lies side by side. */
 void set_rows(rope_args *args, const lead_dims *lead);

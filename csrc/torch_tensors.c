@@ -88,7 +88,8 @@ tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides,
 
 int64_t count_of(const tensor *t) {
     int64_t count = 1;
-    for (int d = 0; d < t->dims; d++) count *= t->sizes[d];
+    for (int d = 0; d < t->dims; d++)
+        count *= t->sizes[d];
     return count;
 }
 
@@ -100,12 +101,14 @@ size_t bytes_of(const tensor *t) {
 void finish(call *c, torch_value *stack, const tensor *results, int result_count) {
     for (int i = 0; i < c->count; i++) {
         int kept = 0;
-        for (int r = 0; !c->error && r < result_count; r++) kept |= c->handles[i] == results[r].handle;
+        for (int r = 0; !c->error && r < result_count; r++)
+            kept |= c->handles[i] == results[r].handle;
         if (!kept) torch.aoti_torch_delete_tensor_object(c->handles[i]);
         __atomic_sub_fetch(&live_handles, 1, __ATOMIC_RELAXED);
     }
     if (c->error) torch.aoti_torch_check(false, "nd_rotary", __FILE__, __LINE__, c->error);
-    for (int r = 0; r < result_count; r++) stack[r] = (torch_value)(uintptr_t)results[r].handle;
+    for (int r = 0; r < result_count; r++)
+        stack[r] = (torch_value)(uintptr_t)results[r].handle;
 }
 
 int same_shape(const tensor *a, const tensor *b) {

@@ -11,14 +11,20 @@ from . import _ops
 from .reference import pair_channels
 
 
-def _axis_sums(angle_grad: Tensor, positions: Tensor, freqs: Tensor, needs) -> tuple[Tensor | None, Tensor | None]:
-    """From ``angle_grad`` ``[..., H, F]`` the gradients of ``positions`` ``[..., P]`` and ``freqs`` ``[P, H | 1, F]``."""
+def _axis_sums(
+    angle_grad: Tensor, positions: Tensor, freqs: Tensor, needs
+) -> tuple[Tensor | None, Tensor | None]:
+    """From ``angle_grad`` ``[..., H, F]`` the gradients of ``positions`` ``[..., P]`` and ``freqs`` ``[P, H |
+    1, F]``."""
     grad_positions = grad_freqs = None
     if needs[0]:
         sums = [(angle_grad * f).sum((-2, -1)) for f in freqs.to(angle_grad.dtype).unbind(0)]
         grad_positions = torch.stack(sums, dim=-1).sum_to_size(positions.shape).to(positions.dtype)
     if needs[1]:
-        sums = [(angle_grad * p[..., None, None]).sum_to_size(freqs.shape[1:]) for p in positions.to(angle_grad.dtype).unbind(-1)]
+        sums = [
+            (angle_grad * p[..., None, None]).sum_to_size(freqs.shape[1:])
+            for p in positions.to(angle_grad.dtype).unbind(-1)
+        ]
         grad_freqs = torch.stack(sums).to(freqs.dtype)
     return grad_positions, grad_freqs
 
@@ -26,7 +32,8 @@ def _axis_sums(angle_grad: Tensor, positions: Tensor, freqs: Tensor, needs) -> t
 def gradients_by_definition(
     grad: Tensor, y: Tensor, positions: Tensor, freqs: Tensor, settings, needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The backward of the rotation in differentiable steps, for double backward and devices without a kernel."""
+    """The backward of the rotation in differentiable steps, for double backward and devices without a
+    kernel."""
     from . import functional
 
     heads, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse = settings
@@ -68,7 +75,8 @@ def gradients(
 
 
 class Rotate(torch.autograd.Function):
-    """Eager training. One method for forward and context: with a separate ``setup_context``, ``apply`` is 5 times as dear."""
+    """Eager training. One method for forward and context: with a separate ``setup_context``, ``apply`` is 5
+    times as dear."""
 
     @staticmethod
     def forward(ctx, x, positions, freqs, settings, in_place):
@@ -89,7 +97,11 @@ class Rotate(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         y, positions, freqs = ctx.saved_tensors
-        return *gradients(grad, y, positions, freqs, ctx.settings, ctx.needs_input_grad[:3], ctx.x_shape), None, None
+        return (
+            *gradients(grad, y, positions, freqs, ctx.settings, ctx.needs_input_grad[:3], ctx.x_shape),
+            None,
+            None,
+        )
 
 
 def _apply_rope_setup(ctx, inputs, output):
@@ -110,7 +122,9 @@ torch.library.register_autograd(
 )
 
 
-def angle_gradients_by_definition(grad: Tensor, x: Tensor, angles: Tensor, needs) -> tuple[Tensor | None, Tensor | None]:
+def angle_gradients_by_definition(
+    grad: Tensor, x: Tensor, angles: Tensor, needs
+) -> tuple[Tensor | None, Tensor | None]:
     """The backward of the rotation by given angles in differentiable steps."""
     grad_x = torch.ops.nd_rotary.rotate_embeddings(grad, -angles)
     grad_angles = None
@@ -160,5 +174,8 @@ def _calculate_rope_backward(ctx, grad):
 
 
 torch.library.register_autograd(
-    "nd_rotary::calculate_rope", _calculate_rope_backward, setup_context=_calculate_rope_setup, lib=_ops._library
+    "nd_rotary::calculate_rope",
+    _calculate_rope_backward,
+    setup_context=_calculate_rope_setup,
+    lib=_ops._library,
 )

@@ -16,9 +16,10 @@ def build_info() -> dict[str, str | int | list[str]]:
     """What this build is and what it will use here.
 
     Returns:
-        A dict with ``version``; ``torch`` and ``torch_abi``, the version and the stable ABI of the torch found;
-        ``compiler``; ``instruction_sets_built``, best first; ``instruction_set``, the one in use; ``threads``;
-        ``cpu`` and ``cuda``, whether there are kernels or why not; ``other_devices``, what runs there.
+        A dict with ``version``; ``torch`` and ``torch_abi``, the version and the stable ABI of the torch
+        found; ``compiler``; ``instruction_sets_built``, best first; ``instruction_set``, the one in use;
+        ``threads``; ``cpu`` and ``cuda``, whether there are kernels or why not; ``other_devices``, what runs
+        there.
     """
     info = _C.build_info()
     abi = info["torch_abi"]

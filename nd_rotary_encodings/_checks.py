@@ -1,4 +1,5 @@
-"""What may be asked of ``apply_rope`` and its relatives, in the users' words. Nothing here reads tensor values."""
+"""What may be asked of ``apply_rope`` and its relatives, in the users' words. Nothing here reads tensor
+values."""
 
 import torch
 from torch import Tensor
@@ -23,10 +24,14 @@ def check_types(x: Tensor, positions: Tensor, freqs: Tensor, name: str, position
     if x.dtype not in EMBEDDING_DTYPES:
         raise ValueError(f"Expected {name} to be float16, bfloat16, float32 or float64, got {x.dtype}")
     if positions.dtype not in POSITION_DTYPES:
-        raise ValueError(f"Expected {position_name} to be integers or real floating point, got {positions.dtype}")
+        raise ValueError(
+            f"Expected {position_name} to be integers or real floating point, got {positions.dtype}"
+        )
     if freqs.dtype not in EMBEDDING_DTYPES:
         raise ValueError(f"Expected freqs to be float16, bfloat16, float32 or float64, got {freqs.dtype}")
-    if not (x.is_cpu and positions.is_cpu and freqs.is_cpu) and not (x.device == positions.device == freqs.device):
+    if not (x.is_cpu and positions.is_cpu and freqs.is_cpu) and not (
+        x.device == positions.device == freqs.device
+    ):
         raise ValueError(
             f"Expected {name}, {position_name} and freqs to be on one device, got {x.device}, "
             f"{positions.device} and {freqs.device}"
@@ -67,7 +72,8 @@ def check_apply_rope(
         raise ValueError(f"Expected x to have shape {wanted} of at most {MAX_DIMS} dims, got {tuple(shape)}")
     if not 1 <= len(position_shape) < MAX_DIMS:
         raise ValueError(
-            f"Expected positions to have shape [..., N, P] of fewer than {MAX_DIMS} dims, got {tuple(position_shape)}"
+            f"Expected positions to have shape [..., N, P] of fewer than {MAX_DIMS} dims, got "
+            f"{tuple(position_shape)}"
         )
     if len(freq_shape) != 3:
         raise ValueError(f"Expected freqs to have shape [P, H or 1, F], got {tuple(freq_shape)}")
@@ -96,10 +102,13 @@ def check_apply_rope(
         block = layout
         if block < 2 or block % 2 != 0 or (2 * pairs) % block != 0:
             raise ValueError(
-                f"Expected layout as a number to be even and to divide the rotated channels ({2 * pairs}), got {block}"
+                f"Expected layout as a number to be even and to divide the rotated channels ({2 * pairs}), "
+                f"got {block}"
             )
     else:
-        raise ValueError(f"Expected layout to be 'interleaved', 'half' or a number of channels, got {layout!r}")
+        raise ValueError(
+            f"Expected layout to be 'interleaved', 'half' or a number of channels, got {layout!r}"
+        )
 
     if dims == len(position_shape) + 1 and not num_prefix_tokens:
         if head_dim_first:
@@ -117,7 +126,10 @@ def check_apply_rope(
         lead[-1] -= num_prefix_tokens
     check_broadcast(lead, position_shape[:-1], "x", "positions", shape, position_shape)
     if max(len(lead), len(position_shape) - 1) + 2 > MAX_DIMS:
-        raise ValueError(f"Expected the result to have at most {MAX_DIMS} dims, got x {tuple(shape)} and positions {tuple(position_shape)}")
+        raise ValueError(
+            f"Expected the result to have at most {MAX_DIMS} dims, got x {tuple(shape)} and positions "
+            f"{tuple(position_shape)}"
+        )
     return block
 
 
@@ -127,8 +139,8 @@ def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str
         b != 1 and a != b for a, b in zip(reversed(lead), reversed(position_lead), strict=False)
     ):
         raise ValueError(
-            f"In place, {name} needs the full shape: expected leading dims of {position_name} to be broadcastable "
-            f"to those of {name}, got {tuple(position_lead)} and {tuple(lead)}"
+            f"In place, {name} needs the full shape: expected leading dims of {position_name} to be "
+            f"broadcastable to those of {name}, got {tuple(position_lead)} and {tuple(lead)}"
         )
     if overlaps_itself(x):
         raise ValueError(
@@ -141,7 +153,9 @@ def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str
 
 def _nested_dims(x: Tensor) -> list[tuple[int, int]] | None:
     """(size, stride) from the largest stride down where each stride steps over all inner dims, else None."""
-    dims = sorted(((n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), key=lambda dim: -dim[1])
+    dims = sorted(
+        ((n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), key=lambda dim: -dim[1]
+    )
     span = 0
     for size, stride in reversed(dims):
         if stride <= span:
@@ -150,26 +164,25 @@ def _nested_dims(x: Tensor) -> list[tuple[int, int]] | None:
     return dims
 
 
-def _places(x: Tensor, start: int, length: int) -> Tensor:
-    """A count per element of storage in [start, start + length) of how often ``x`` refers to it."""
-    counts = torch.zeros(length, dtype=torch.int32, device=x.device)
-    index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        index += (torch.arange(size, device=x.device) * stride).view(-1, *[1] * (x.ndim - 1 - dim))
-    return counts.index_put_((index.flatten() + (x.storage_offset() - start),), counts.new_ones(()), accumulate=True)
-
-
 def _range(x: Tensor) -> tuple[int, int]:
-    last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.storage_offset(), last + 1
+    """First place in storage, and the one after the last."""
+    start = int(x.storage_offset())
+    return start, start + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def _uses(x: Tensor, start: int, end: int) -> Tensor:
+    """How many elements of ``x`` lie in each place of storage from ``start`` to ``end``."""
+    places = torch.full(x.shape, int(x.storage_offset()) - start, dtype=torch.int64, device=x.device)
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        places += (torch.arange(size, device=x.device) * stride).view(-1, *[1] * (x.ndim - 1 - dim))
+    return torch.bincount(places.flatten(), minlength=end - start)
 
 
 def overlaps_itself(x: Tensor) -> bool:
     """Whether two elements of ``x`` share memory."""
     if x.is_contiguous() or x.numel() < 2 or _nested_dims(x) is not None:
         return False
-    start, end = _range(x)
-    return bool((_places(x, start, end - start) > 1).any())
+    return bool((_uses(x, *_range(x)) > 1).any())
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
@@ -177,16 +190,20 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     if not x.numel() or not y.numel() or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return False
     if x.dtype != y.dtype:
-        x, y = x.view(torch.uint8), y.view(torch.uint8)
+        # in bytes; a new last dim, as the last dim may have any stride
+        x, y = (
+            t.as_strided((*t.shape, 1), (*t.stride(), 1)).view(torch.uint8) if t.element_size() > 1 else t
+            for t in (x, y)
+        )
     (x_start, x_end), (y_start, y_end) = _range(x), _range(y)
     if x_end <= y_start or y_end <= x_start:
         return False
     dims = _nested_dims(x)
     if dims is not None and x.shape == y.shape and x.stride() == y.stride():
-        # the distance as a sum of steps d_i with |d_i| < size_i: two candidates for each dim
+        # the distance as a sum of steps d * stride with |d| < size: two candidates for each dim
         rests = {y_start - x_start}
         for size, stride in dims:
             rests = {r - d * stride for r in rests for d in (r // stride, r // stride + 1) if abs(d) < size}
         return 0 in rests
     start, end = min(x_start, y_start), max(x_end, y_end)
-    return bool(((_places(x, start, end - start) > 0) & (_places(y, start, end - start) > 0)).any())
+    return bool(((_uses(x, start, end) > 0) & (_uses(y, start, end) > 0)).any())

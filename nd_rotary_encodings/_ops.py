@@ -1,4 +1,5 @@
-"""The operators ``torch.ops.nd_rotary.*``: schema, shape function and, for devices without a kernel, definition.
+"""The operators ``torch.ops.nd_rotary.*``: schema, shape function and, for devices without a kernel,
+definition.
 
 Names with a leading underscore are the raw operators, without autograd, which eager code calls: registering
 autograd makes every call dearer, gradients or not. The public twins, with the same kernels, know their
@@ -13,11 +14,15 @@ from torch import Tensor
 from . import reference
 
 # heads: 0 where x is [..., H, D], or the number of heads where it is [..., H * D]
-_SETTINGS = (
-    "int heads=0, int block=2, int rotary_offset=0, int num_prefix_tokens=0, bool head_dim_first=False, bool inverse=False"
+_ROTATE = (
+    "Tensor positions, Tensor freqs, int heads=0, int block=2, int rotary_offset=0, "
+    "int num_prefix_tokens=0, bool head_dim_first=False, bool inverse=False"
 )
-_BACKWARD = f"Tensor grad, Tensor y, Tensor positions, Tensor freqs, {_SETTINGS.replace('=2', '').replace('=0', '').replace('=False', '')}"
-_NEEDS = "bool need_x, bool need_positions, bool need_freqs"
+_ROTATE_BACKWARD = (
+    "Tensor grad, Tensor y, Tensor positions, Tensor freqs, int heads, int block, int rotary_offset, "
+    "int num_prefix_tokens, bool head_dim_first, bool inverse, "
+    "bool need_x, bool need_positions, bool need_freqs"
+)
 
 _library = torch.library.Library("nd_rotary", "DEF")
 
@@ -54,7 +59,17 @@ def _rotated_shape(x: Tensor, positions: Tensor, heads: int, prefix: int, head_d
     return [*lead, *inner]
 
 
-def _rotate_fake(x, positions, freqs, heads=0, block=2, rotary_offset=0, num_prefix_tokens=0, head_dim_first=False, inverse=False):
+def _rotate_fake(
+    x,
+    positions,
+    freqs,
+    heads=0,
+    block=2,
+    rotary_offset=0,
+    num_prefix_tokens=0,
+    head_dim_first=False,
+    inverse=False,
+):
     return _like(x, _rotated_shape(x, positions, heads, num_prefix_tokens, head_dim_first))
 
 
@@ -75,7 +90,9 @@ def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
     need_x, need_positions, need_freqs = settings_and_needs[-3:]
     return (
         _like(y, y.shape) if need_x else y.new_empty(0),
-        torch.empty_like(positions, memory_format=torch.contiguous_format) if need_positions else y.new_empty(0),
+        torch.empty_like(positions, memory_format=torch.contiguous_format)
+        if need_positions
+        else y.new_empty(0),
         torch.empty_like(freqs, memory_format=torch.contiguous_format) if need_freqs else freqs.new_empty(0),
     )
 
@@ -132,20 +149,20 @@ def _calculate_angles_definition(positions, freqs):
 
 
 _operator(
-    f"(Tensor x, Tensor positions, Tensor freqs, {_SETTINGS}) -> Tensor",
+    f"(Tensor x, {_ROTATE}) -> Tensor",
     _rotate_fake,
     _rotate_definition,
     "_rotate",
     "apply_rope",
 )
 _operator(
-    f"(Tensor(a!) x, Tensor positions, Tensor freqs, {_SETTINGS}) -> ()",
+    f"(Tensor(a!) x, {_ROTATE}) -> ()",
     _rotate_in_place_fake,
     _rotate_in_place_definition,
     "_rotate_",
 )
 _operator(
-    f"({_BACKWARD}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
+    f"({_ROTATE_BACKWARD}) -> (Tensor, Tensor, Tensor)",
     _rotate_backward_fake,
     _rotate_backward_definition,
     "_rotate_backward",
@@ -179,7 +196,8 @@ _operator(
 
 DEFAULT_SETTINGS = (0, 2, 0, 0, False, False)
 
-# For eager code: `_op` is the call without its Python frame. Default settings are cheaper left out than parsed.
+# For eager code: `_op` is the call without its Python frame. Default settings are cheaper left out than
+# parsed.
 rotate = torch.ops.nd_rotary._rotate.default._op
 rotate_ = torch.ops.nd_rotary._rotate_.default._op
 rotate_backward = torch.ops.nd_rotary._rotate_backward.default._op

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 
 from . import functional
-from ._ops import DEFAULT_SETTINGS
 from ._checks import check_broadcast, check_in_place, check_types, overlap
+from ._ops import DEFAULT_SETTINGS
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
 
 
@@ -17,23 +18,25 @@ class RoPEEncodingND(nn.Module):
 
     Each pair of channels ``(2i, 2i + 1)`` of a head is rotated by the angle
     ``sum_a position[a] * freqs[a, head, i]`` (Heo et al., "Rotary Position Embedding for Vision Transformer",
-    arXiv:2403.13298, for any number of axes and float positions). Scores between rotated queries and keys then
-    depend on differences of positions only.
+    arXiv:2403.13298, for any number of axes and float positions). Scores between rotated queries and keys
+    then depend on differences of positions only.
 
     Args:
         position_dim: Number of position axes, P (2 for images, 3 for volumes or video).
-        embed_dim: Channels of queries and keys, E; divisible by ``n_heads`` into heads of an even number of channels.
+        embed_dim: Channels of queries and keys, E; divisible by ``n_heads`` into heads of an even number of
+            channels.
         n_heads: Number of heads, H.
         share_heads: One set of frequencies for all heads.
-        freq_group_pattern: bool ``[G, P]``, anything ``torch.as_tensor`` takes: frequency group g uses axis a. The
-            pairs of a head are dealt out to the groups in order. Default: one group with all axes. A row of False
-            leaves its channels unrotated.
-        enforce_freq_groups_equal: If True, the number of pairs must be divisible by G; if False, the first groups
-            get one pair more.
-        rope_base_theta: Base of the decay of the initial frequencies: a number, or 2-D ``[G, P]`` (a size of 1
-            broadcasts). Larger values turn more slowly, for axes of greater extent.
+        freq_group_pattern: bool ``[G, P]``, anything ``torch.as_tensor`` takes: frequency group g uses axis
+            a. The pairs of a head are dealt out to the groups in order. Default: one group with all axes. A
+            row of False leaves its channels unrotated.
+        enforce_freq_groups_equal: If True, the number of pairs must be divisible by G; if False, the first
+            groups get one pair more.
+        rope_base_theta: Base of the decay of the initial frequencies: a number, or 2-D ``[G, P]`` (a size of
+            1 broadcasts). Larger values turn more slowly, for axes of greater extent.
         use_checkpointing: Kept for compatibility: angles are always recomputed in the backward, at no cost.
-        forward_only: For inference: nothing is recorded for a backward. Incompatible with ``use_checkpointing``.
+        forward_only: For inference: nothing is recorded for a backward. Incompatible with
+            ``use_checkpointing``.
         inplace: Writes the results into the caller's ``query`` and ``key``. Needs ``forward_only``.
         dtype: Of the frequency parameters.
 
@@ -169,20 +172,22 @@ class RoPEEncodingND(nn.Module):
 
         Args:
             query: ``[..., E]``, float16, bfloat16, float32 or float64, any strides.
-            query_pos: ``[..., P]``, any real dtype, in true units, not normalized to [0, 1]. Leading dims broadcast
-                against those of ``query``, both ways.
+            query_pos: ``[..., P]``, any real dtype, in true units, not normalized to [0, 1]. Leading dims
+                broadcast against those of ``query``, both ways.
             key: ``[..., E]``.
             key_pos: ``[..., P]``. Default: ``query_pos``.
 
         Returns:
-            The rotated query in its own dtype, or a tuple of query and key. With ``inplace`` the tensors passed in.
+            The rotated query in its own dtype, or a tuple of query and key. With ``inplace`` the tensors
+            passed in.
 
         Raises:
-            ValueError: If shapes, dtypes or devices don't fit; with ``inplace``, if query and key share memory.
+            ValueError: If shapes, dtypes or devices don't fit; with ``inplace``, if query and key share
+                memory.
 
         Warns:
-            UserWarning: On the first call, if float positions all lie in (0, 1]; with ``forward_only``, once, if an
-                input requires grad.
+            UserWarning: On the first call, if float positions all lie in (0, 1]; with ``forward_only``, once,
+                if an input requires grad.
         """
         if key_pos is None:
             key_pos = query_pos
@@ -231,17 +236,23 @@ class RoPEEncodingND(nn.Module):
                 for (x, positions), name in zip(pairs, ("query", "key"), strict=False):
                     check_in_place(x, x.shape[:-1], positions.shape[:-1], name, f"{name}_pos")
                 if key is not None and overlap(query, key):
-                    raise ValueError("In place, expected query and key to share no memory, but their elements overlap")
+                    raise ValueError(
+                        "In place, expected query and key to share no memory, but their elements overlap"
+                    )
                 rotated = [x for x, _ in pairs]
                 for x, positions in pairs:
                     functional.rotate_any_(x, positions, freqs, self._settings)
-        return rotated[0] if key is None else tuple(rotated)
+        return rotated[0] if key is None else (rotated[0], rotated[1])
 
     def _check_positions(self, positions: Tensor) -> None:
         """Warns of normalized coordinates, where values can be read without disturbing anything."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(positions) not in (Tensor, nn.Parameter):
+        if (
+            torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or type(positions) not in (Tensor, nn.Parameter)
+        ):
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None or positions.is_meta:
+        if peek_interpreter_stack() is not None or positions.is_meta:
             return
         if positions.is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -252,8 +263,8 @@ class RoPEEncodingND(nn.Module):
         if low > 0 and high <= 1:
             warnings.warn(
                 "Expected positions in true units, but found potentially normalized coordinates, all in "
-                f"[{low:.6g}, {high:.6g}]. Pixels or cells are the unit that the initial frequencies are for; scale "
-                "the positions, or lower rope_base_theta if this is intended",
+                f"[{low:.6g}, {high:.6g}]. Pixels or cells are the unit that the initial frequencies are for; "
+                "scale the positions, or lower rope_base_theta if this is intended",
                 UserWarning,
                 stacklevel=4,
             )
@@ -276,8 +287,8 @@ class RoPEEncodingND(nn.Module):
             )
         if not position_shape or position_shape[-1] != self.position_dim:
             raise ValueError(
-                f"Expected query_or_key_pos to have last dim equal to pos_dim (={self.position_dim}), got shape "
-                f"{tuple(position_shape)}"
+                f"Expected query_or_key_pos to have last dim equal to pos_dim (={self.position_dim}), got "
+                f"shape {tuple(position_shape)}"
             )
 
     def _joined_freqs(self) -> Tensor:
@@ -301,7 +312,12 @@ class RoPEEncodingND(nn.Module):
         heads = 1 if self.share_heads else self.n_heads
         full = groups[0].new_zeros(self.position_dim, self.n_freq_groups, heads, self.head_dim // 2)
         values = torch.cat([freqs.flatten() for freqs in groups])
-        index = (self.freq_pos_indices, self.freq_group_indices, self.freq_head_indices, self.freq_enc_indices)
+        index = (
+            self.freq_pos_indices,
+            self.freq_group_indices,
+            self.freq_head_indices,
+            self.freq_enc_indices,
+        )
         return full.index_put(index, values)
 
     def apply_rope_endtoend(

@@ -2,7 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C, _autograd, _ops, reference  # noqa: F401  (_C registers the kernels)
 from ._checks import check_apply_rope, check_in_place
@@ -21,14 +23,15 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
-    """Whether this is eager code on plain tensors: no tracing, no torch.func transform, no dual or wrapped tensor.
+    """Whether this is eager code on plain tensors: no tracing, no torch.func transform, no dual or wrapped
+    tensor.
 
     Asking for ``requires_grad`` alone would send a dual tensor to an operator that drops its tangent.
     """
     return (
         not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and peek_interpreter_stack() is None
         and type(x) in _PLAIN_TYPES
         and type(positions) in _PLAIN_TYPES
         and type(freqs) in _PLAIN_TYPES
@@ -36,13 +39,13 @@ def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
 
 
 def _needs_definition(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
-    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses, whose
-    rules for PyTorch's own operators are what makes them work."""
+    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses,
+    whose rules for PyTorch's own operators are what makes them work."""
     if torch.compiler.is_compiling():
         return False
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         return True
-    return any(torch.utils._python_dispatch.is_traceable_wrapper_subclass(t) for t in (x, positions, freqs))
+    return any(is_traceable_wrapper_subclass(t) for t in (x, positions, freqs))
 
 
 def _records(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
@@ -99,28 +102,29 @@ def apply_rope(
     """Rotates the channels of ``x`` by the angles ``sum_a positions[..., a] * freqs[a]``.
 
     With ``c`` and ``s`` the cosine and sine of the angle of a pair of channels ``(x0, x1)``, the result is
-    ``(x0 c - x1 s, x1 c + x0 s)`` (Su et al., RoFormer, arXiv:2104.09864; with several axes and frequencies per
-    head Heo et al., RoPE-Mixed, arXiv:2403.13298). Angles are formed in at least float32 accuracy including range
-    reduction, whatever autocast says, and are never stored. Differentiable in ``x``, ``positions`` and ``freqs``.
+    ``(x0 c - x1 s, x1 c + x0 s)`` (Su et al., RoFormer, arXiv:2104.09864; with several axes and frequencies
+    per head Heo et al., RoPE-Mixed, arXiv:2403.13298). Angles are formed in at least float32 accuracy
+    including range reduction, whatever autocast says, and are never stored. Differentiable in ``x``,
+    ``positions`` and ``freqs``.
 
     Args:
-        x: ``[..., N, H, D]``, or ``[..., H, N, D]`` with ``head_dim_first``; float16, bfloat16, float32 or float64,
-            any strides.
-        positions: ``[..., N, P]``, any real dtype; float positions in the unit that ``freqs`` is for (radians per
-            unit). Leading dims broadcast against those of ``x``, both ways.
+        x: ``[..., N, H, D]``, or ``[..., H, N, D]`` with ``head_dim_first``; float16, bfloat16, float32 or
+            float64, any strides.
+        positions: ``[..., N, P]``, any real dtype; float positions in the unit that ``freqs`` is for (radians
+            per unit). Leading dims broadcast against those of ``x``, both ways.
         freqs: ``[P, H, F]``, or ``[P, 1, F]`` for all heads alike, with ``2 * F <= D``; floating point.
-        layout: which channels make a pair, counted from ``rotary_offset``: ``"interleaved"`` (2i, 2i + 1), ``"half"``
-            (i, i + F), or a number b: half-split inside consecutive blocks of b channels.
-        rotary_offset: the first rotated channel of each head. Channels outside ``[rotary_offset, rotary_offset + 2F)``
-            are copied.
-        num_prefix_tokens: the first tokens (class token, registers), which are copied; ``positions`` are those of
-            the other tokens.
+        layout: which channels make a pair, counted from ``rotary_offset``: ``"interleaved"`` (2i, 2i + 1),
+            ``"half"`` (i, i + F), or a number b: half-split inside consecutive blocks of b channels.
+        rotary_offset: the first rotated channel of each head. Channels outside ``[rotary_offset,
+            rotary_offset + 2F)`` are copied.
+        num_prefix_tokens: the first tokens (class token, registers), which are copied; ``positions`` are
+            those of the other tokens.
         head_dim_first: heads come before tokens in ``x``.
         inverse: rotates by the negative angles.
 
     Returns:
-        A new tensor of the dtype of ``x`` and its shape, with leading dims broadcast. It has the strides of ``x``
-        where those are dense, else it is contiguous.
+        A new tensor of the dtype of ``x`` and its shape, with leading dims broadcast. It has the strides of
+        ``x`` where those are dense, else it is contiguous.
 
     Raises:
         ValueError: if shapes, dtypes, devices or settings don't fit.
@@ -135,7 +139,9 @@ def apply_rope(
             check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
             raise
     block = check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
-    return rotate_any(x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse))
+    return rotate_any(
+        x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+    )
 
 
 def apply_rope_(
@@ -149,10 +155,12 @@ def apply_rope_(
     head_dim_first: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """:func:`apply_rope` written into ``x``, which is returned. Differentiable; needs the full shape in ``x``.
+    """:func:`apply_rope` written into ``x``, which is returned. Differentiable; needs the full shape in
+    ``x``.
 
     Raises:
-        ValueError: as :func:`apply_rope`, and if ``x`` would have to be broadcast or its elements share memory.
+        ValueError: as :func:`apply_rope`, and if ``x`` would have to be broadcast or its elements share
+            memory.
         RuntimeError: if ``x`` is a leaf that requires grad, as for any in-place operation of PyTorch.
     """
     block = check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
@@ -160,7 +168,9 @@ def apply_rope_(
     if num_prefix_tokens:
         lead[-1] -= num_prefix_tokens
     check_in_place(x, lead, positions.shape[:-1], "x", "positions")
-    return rotate_any_(x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse))
+    return rotate_any_(
+        x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+    )
 
 
 def apply_rope_qkv_(
@@ -179,7 +189,8 @@ def apply_rope_qkv_(
     Nothing is copied and nothing but ``qkv`` itself is kept for the backward.
 
     Args:
-        qkv: ``[..., N, 3, H, D]``, or ``[..., 3, H, N, D]`` with ``head_dim_first``: a projection's output, reshaped.
+        qkv: ``[..., N, 3, H, D]``, or ``[..., 3, H, N, D]`` with ``head_dim_first``: a projection's output,
+            reshaped.
         positions: ``[..., N, P]``.
         freqs: ``[P, H or 1, F]``.
         layout, rotary_offset, num_prefix_tokens, head_dim_first, inverse: as in :func:`apply_rope`.
@@ -261,7 +272,8 @@ def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
         a, b = embeddings.size(d), rope_encoding.size(d)
         if a != b and b != 1 and (a != 1 or d == embeddings.ndim - 2):
             raise RuntimeError(
-                f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton dimension {d}"
+                f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton "
+                f"dimension {d}"
             )
 
 
@@ -307,7 +319,9 @@ def calculate_rope_backward(
     _check_dims(grad_rope_encoding, "grad_rope_encoding", 3)
     grad_positions: Tensor | None = None
     grad_rope_freqs: Tensor | None = None
-    dtype = torch.promote_types(torch.promote_types(grad_rope_encoding.dtype, rope_freqs.dtype), torch.float32)
+    dtype = torch.promote_types(
+        torch.promote_types(grad_rope_encoding.dtype, rope_freqs.dtype), torch.float32
+    )
     if positions.is_floating_point():
         dtype = torch.promote_types(dtype, positions.dtype)
     heads = grad_rope_encoding.size(-2)
@@ -318,7 +332,11 @@ def calculate_rope_backward(
         sums = [(grad * freqs[a]).sum((-2, -1)) for a in range(freqs.size(0))]
         grad_positions = torch.stack(sums, -1).sum_to_size(positions.shape).to(positions.dtype)
     if needs_grad_rope_freqs:
-        flat = positions.to(dtype).expand(grad.shape[:-2] + (positions.size(-1),)).reshape(-1, positions.size(-1))
+        flat = (
+            positions.to(dtype)
+            .expand(grad.shape[:-2] + (positions.size(-1),))  # noqa: RUF005  (TorchScript)
+            .reshape(-1, positions.size(-1))
+        )
         rows = grad.reshape(-1, heads, grad.size(-1))
         sums = [(rows * flat[:, a].unsqueeze(-1).unsqueeze(-1)).sum(0) for a in range(flat.size(1))]
         full = torch.stack(sums).unsqueeze(1).expand(-1, rope_freqs.size(1), -1, -1)
@@ -335,7 +353,8 @@ def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd:
         needs_autograd: False writes the result into ``embeddings``, without autograd.
 
     Returns:
-        The rotated embeddings in their own dtype, contiguous; with ``needs_autograd=False`` ``embeddings`` itself.
+        The rotated embeddings in their own dtype, contiguous; with ``needs_autograd=False`` ``embeddings``
+        itself.
 
     Raises:
         ValueError: if dims, head dim or dtypes don't fit.
@@ -370,7 +389,8 @@ def rotate_embeddings_backward(
         needs_autograd: whether the gradients must be differentiable in turn.
 
     Returns:
-        Gradients of the shapes and dtypes of ``embeddings`` and ``rope_encoding``, contiguous; None where not needed.
+        Gradients of the shapes and dtypes of ``embeddings`` and ``rope_encoding``, contiguous; None where not
+        needed.
 
     Raises:
         ValueError: if dims, shapes or dtypes don't fit.

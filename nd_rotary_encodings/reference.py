@@ -1,4 +1,5 @@
-"""The definition of the rotation in plain PyTorch: the oracle of the tests, and what runs where no kernel does.
+"""The definition of the rotation in plain PyTorch: the oracle of the tests, and what runs where no kernel
+does.
 
 Differentiable to any order, in forward mode and under ``vmap``, on every device; it stores the angles.
 """
@@ -25,7 +26,9 @@ def rotate_by_angles(x: Tensor, angles: Tensor, block: int = 2, rotary_offset: i
     wide = wide_dtype(x.device)
     x0, x1 = pair_channels(x.to(wide), pairs, block, rotary_offset)
     cos, sin = angles.to(wide).cos(), angles.to(wide).sin()
-    y0, y1 = (y.unflatten(-1, (2 * pairs // block, block // 2)) for y in (x0 * cos - x1 * sin, x0 * sin + x1 * cos))
+    y0, y1 = (
+        y.unflatten(-1, (2 * pairs // block, block // 2)) for y in (x0 * cos - x1 * sin, x0 * sin + x1 * cos)
+    )
     y = torch.stack((y0, y1), dim=-2).flatten(-3).to(x.dtype)
     if y.shape[-1] == x.shape[-1]:
         return y
@@ -44,8 +47,8 @@ def apply_rope(
     head_dim_first: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """``nd_rotary_encodings.apply_rope`` by its definition; ``block`` is the layout as a number of channels, and with
-    ``heads`` ``x`` is ``[..., heads * D]``."""
+    """``nd_rotary_encodings.apply_rope`` by its definition; ``block`` is the layout as a number of channels,
+    and with ``heads`` ``x`` is ``[..., heads * D]``."""
     if heads:
         x = x.unflatten(-1, (heads, -1))
     if head_dim_first:
@@ -55,7 +58,9 @@ def apply_rope(
     angles = (positions.to(wide)[..., None, None] * freqs.to(wide)).sum(-3)
     if num_prefix_tokens:
         prefix = angles.new_zeros(*angles.shape[:-3], num_prefix_tokens, *angles.shape[-2:])
-        angles = torch.cat((prefix, angles.expand(*angles.shape[:-3], x.shape[-3] - num_prefix_tokens, -1, -1)), -3)
+        angles = torch.cat(
+            (prefix, angles.expand(*angles.shape[:-3], x.shape[-3] - num_prefix_tokens, -1, -1)), -3
+        )
     y = rotate_by_angles(x, -angles if inverse else angles, block, rotary_offset)
     if heads:
         return y.flatten(-2)

@@ -1,0 +1,72 @@
+# Everything happens in a virtual environment of its own, made on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c)
+BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*)
+JOBS ?= 2
+
+.PHONY: demo test test-arm sanitize lint format bench wheel clean
+
+demo: $(VENV)/demo
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/test
+	$(BIN)/python -m pytest -n $(JOBS) -q
+	$(MAKE) -C tests/c native
+
+# The kernels' own tests, as AArch64 code under emulation
+test-arm:
+	command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || \
+		{ apt-get update -q && apt-get install -y -q gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; }
+	$(MAKE) -C tests/c arm
+
+# The same suite on a build that stops at the first invalid access or undefined operation
+sanitize: $(VENV)/test
+	$(MAKE) -C tests/c sanitize
+	rm -rf build/sanitize
+	ND_ROTARY_SANITIZE=1 $(BIN)/python setup.py -q build --build-lib build/sanitize --build-temp build/sanitize-objects
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		PYTHONPATH=build/sanitize $(BIN)/python -m pytest -q -p no:randomly \
+		tests/test_rotate.py tests/test_precision.py tests/test_same_bits.py tests/test_functional.py tests/test_errors.py
+
+lint: $(VENV)/lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/lint
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(C_FILES)
+
+bench: $(VENV)/test
+	$(BIN)/python benchmarks/op.py
+
+wheel: $(VENV)/python
+	$(BIN)/pip install -q build
+	$(BIN)/python -m build
+
+$(VENV)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(TORCH) numpy setuptools
+	touch $@
+
+# ND_ROTARY_WERROR: warnings of the C compiler are errors here, not for users
+$(VENV)/test: $(VENV)/python $(BUILD_INPUTS)
+	ND_ROTARY_WERROR=1 $(BIN)/pip install -q -e '.[test]'
+	touch $@
+
+$(VENV)/demo: $(VENV)/python $(BUILD_INPUTS)
+	$(BIN)/pip install -q -e '.[demo]'
+	touch $@
+
+$(VENV)/lint: $(VENV)/test pyproject.toml
+	$(BIN)/pip install -q -e '.[lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache demo.png
+	find . -name __pycache__ -prune -exec rm -rf {} +
