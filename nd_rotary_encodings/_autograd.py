@@ -167,7 +167,7 @@ def _calculate_rope_setup(ctx, inputs, output):
 
 
 def _calculate_rope_backward(ctx, grad):
-    from .functional import calculate_rope_backward
+    from .angles import calculate_rope_backward
 
     positions, freqs = ctx.saved_tensors
     return calculate_rope_backward(grad, positions, freqs, *ctx.needs_input_grad)

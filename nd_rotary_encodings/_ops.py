@@ -11,7 +11,7 @@ The CPU kernels come from C (csrc/torch_ops.c), where the order of the arguments
 import torch
 from torch import Tensor
 
-from . import reference
+from . import _C, reference  # noqa: F401  (_C registers the kernels)
 
 # heads: 0 where x is [..., H, D], or the number of heads where it is [..., H * D]
 _ROTATE = (

@@ -287,8 +287,8 @@ class RoPEEncodingND(nn.Module):
             )
         if not position_shape or position_shape[-1] != self.position_dim:
             raise ValueError(
-                f"Expected query_or_key_pos to have last dim equal to pos_dim (={self.position_dim}), got "
-                f"shape {tuple(position_shape)}"
+                "Expected query_or_key_pos to have last dim equal to pos_dim "
+                f"(={self.position_dim}), got shape {tuple(position_shape)}"
             )
 
     def _joined_freqs(self) -> Tensor:

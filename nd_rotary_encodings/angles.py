@@ -1,0 +1,212 @@
+"""Angles on their own, and rotations by given angles: functions that TorchScript can compile, too."""
+
+import torch
+from torch import Tensor
+
+from . import _autograd  # noqa: F401  (registers the operators and their derivatives)
+
+
+def _check_real(tensor: Tensor, name: str) -> None:
+    if tensor.is_complex():
+        raise ValueError(f"Expected {name} to be real, got dtype {tensor.dtype}")
+
+
+def _check_dims(tensor: Tensor, name: str, dims: int) -> None:
+    if tensor.ndim < dims:
+        raise ValueError(f"Expected at least {dims} dimensions for {name}, got shape {tensor.shape}")
+
+
+def _check_freqs(positions: Tensor, rope_freqs: Tensor) -> None:
+    _check_dims(positions, "positions", 2)
+    if rope_freqs.ndim != 4:
+        raise ValueError(f"Expected 4 dimensions for rope_freqs, got shape {rope_freqs.shape}")
+    if positions.size(-1) != rope_freqs.size(0):
+        raise ValueError(
+            "Expected first dimension of `rope_freqs` and last dimension of positions to match, got "
+            f"{rope_freqs.size(0)} and {positions.size(-1)}"
+        )
+    _check_real(positions, "positions")
+    _check_real(rope_freqs, "rope_freqs")
+
+
+def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
+    _check_real(embeddings, "embeddings")
+    _check_real(rope_encoding, "rope_encoding")
+    if embeddings.ndim != rope_encoding.ndim:
+        raise ValueError(
+            "Expected embeddings and rope_encoding to have the same number of dims, got shapes "
+            f"{embeddings.shape} and {rope_encoding.shape}"
+        )
+    _check_dims(embeddings, "embeddings", 3)
+    if embeddings.size(-1) != rope_encoding.size(-1) * 2:
+        raise ValueError(
+            "Expected rope_encoding to have last dimension equal to 1/2 embedding's head dim, got "
+            f"{rope_encoding.size(-1)} and {embeddings.size(-1)}"
+        )
+    if not (embeddings.is_floating_point() and rope_encoding.is_floating_point()):
+        raise ValueError(
+            "Expected embeddings and rope_encoding to be floating point, got "
+            f"{embeddings.dtype} and {rope_encoding.dtype}"
+        )
+    if embeddings.device != rope_encoding.device:
+        raise ValueError(
+            "Expected embeddings and rope_encoding to be on one device, got "
+            f"{embeddings.device} and {rope_encoding.device}"
+        )
+    for d in range(embeddings.ndim - 1):
+        a, b = embeddings.size(d), rope_encoding.size(d)
+        if a != b and b != 1 and (a != 1 or d == embeddings.ndim - 2):
+            raise RuntimeError(
+                f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton "
+                f"dimension {d}"
+            )
+
+
+def calculate_rope(positions: Tensor, rope_freqs: Tensor) -> Tensor:
+    """The angles of all pairs, summed over axes and frequency groups.
+
+    Args:
+        positions: ``[..., P]``, any real dtype.
+        rope_freqs: ``[P, G, H, F]``, zero where a group lacks an axis.
+
+    Returns:
+        Angles in radians ``[..., H, F]``, contiguous, in the dtype of ``rope_freqs`` and rounded to it once.
+
+    Raises:
+        ValueError: if dims or the number of axes don't fit.
+    """
+    _check_freqs(positions, rope_freqs)
+    return torch.ops.nd_rotary.calculate_rope(positions, rope_freqs)
+
+
+def calculate_rope_backward(
+    grad_rope_encoding: Tensor,
+    positions: Tensor,
+    rope_freqs: Tensor,
+    needs_grad_positions: bool,
+    needs_grad_rope_freqs: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of :func:`calculate_rope`.
+
+    Args:
+        grad_rope_encoding: ``[..., H, F]``.
+        positions: ``[..., P]``.
+        rope_freqs: ``[P, G, H, F]``.
+        needs_grad_positions, needs_grad_rope_freqs: which gradients to form.
+
+    Returns:
+        Gradients of the shapes and dtypes of ``positions`` and ``rope_freqs``, None where not needed.
+
+    Raises:
+        ValueError: if dims or the number of axes don't fit.
+    """
+    _check_freqs(positions, rope_freqs)
+    _check_dims(grad_rope_encoding, "grad_rope_encoding", 3)
+    grad_positions: Tensor | None = None
+    grad_rope_freqs: Tensor | None = None
+    dtype = torch.promote_types(
+        torch.promote_types(grad_rope_encoding.dtype, rope_freqs.dtype), torch.float32
+    )
+    if positions.is_floating_point():
+        dtype = torch.promote_types(dtype, positions.dtype)
+    heads = grad_rope_encoding.size(-2)
+    grad = grad_rope_encoding.to(dtype)
+    if needs_grad_positions:
+        # products and sums rather than a matmul, which may run in reduced precision
+        freqs = rope_freqs.to(dtype).sum(1)
+        sums = [(grad * freqs[a]).sum((-2, -1)) for a in range(freqs.size(0))]
+        grad_positions = torch.stack(sums, -1).sum_to_size(positions.shape).to(positions.dtype)
+    if needs_grad_rope_freqs:
+        flat = (
+            positions.to(dtype)
+            .expand(grad.shape[:-2] + (positions.size(-1),))  # noqa: RUF005  (TorchScript)
+            .reshape(-1, positions.size(-1))
+        )
+        rows = grad.reshape(-1, heads, grad.size(-1))
+        sums = [(rows * flat[:, a].unsqueeze(-1).unsqueeze(-1)).sum(0) for a in range(flat.size(1))]
+        full = torch.stack(sums).unsqueeze(1).expand(-1, rope_freqs.size(1), -1, -1)
+        grad_rope_freqs = full.sum_to_size(rope_freqs.shape).to(rope_freqs.dtype)
+    return grad_positions, grad_rope_freqs
+
+
+def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd: bool = True) -> Tensor:
+    """Rotates interleaved pairs of channels by given angles.
+
+    Args:
+        embeddings: ``[..., H, D]``, float16, bfloat16, float32 or float64.
+        rope_encoding: angles in radians ``[..., H or 1, D / 2]``, with as many dims; leading dims broadcast.
+        needs_autograd: False writes the result into ``embeddings``, without autograd.
+
+    Returns:
+        The rotated embeddings in their own dtype, contiguous; with ``needs_autograd=False`` ``embeddings``
+        itself.
+
+    Raises:
+        ValueError: if dims, head dim or dtypes don't fit.
+        RuntimeError: if shapes don't broadcast; in place, if ``embeddings`` is a leaf that requires grad.
+    """
+    _check_angles(embeddings, rope_encoding)
+    if needs_autograd:
+        return torch.ops.nd_rotary.rotate_embeddings(embeddings, rope_encoding)
+    if torch.is_grad_enabled() and embeddings.requires_grad and embeddings.is_leaf:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    torch.ops.nd_rotary._rotate_by_angles_(embeddings, rope_encoding)
+    if not torch.jit.is_scripting():
+        torch.autograd.graph.increment_version(embeddings)
+    return embeddings
+
+
+def rotate_embeddings_backward(
+    grad_embeddings_rotated: Tensor,
+    embeddings: Tensor,
+    rope_encoding: Tensor,
+    needs_grad_embeddings: bool = True,
+    needs_grad_rope_encoding: bool = True,
+    needs_autograd: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of :func:`rotate_embeddings`.
+
+    Args:
+        grad_embeddings_rotated: ``[..., H, D]``.
+        embeddings: the input of the forward, ``[..., H, D]``.
+        rope_encoding: ``[..., H or 1, D / 2]``.
+        needs_grad_embeddings, needs_grad_rope_encoding: which gradients to form.
+        needs_autograd: whether the gradients must be differentiable in turn.
+
+    Returns:
+        Gradients of the shapes and dtypes of ``embeddings`` and ``rope_encoding``, contiguous; None where not
+        needed.
+
+    Raises:
+        ValueError: if dims, shapes or dtypes don't fit.
+    """
+    _check_real(grad_embeddings_rotated, "grad_embeddings_rotated")
+    _check_angles(embeddings, rope_encoding)
+    if grad_embeddings_rotated.shape != embeddings.shape:
+        raise ValueError(
+            "Expected grad_embeddings_rotated and embeddings to have the same shape, got "
+            f"{grad_embeddings_rotated.shape} and {embeddings.shape}"
+        )
+    grad = grad_embeddings_rotated.to(embeddings.dtype)
+    grad_embeddings: Tensor | None = None
+    grad_rope_encoding: Tensor | None = None
+    if not needs_grad_embeddings and not needs_grad_rope_encoding:
+        return grad_embeddings, grad_rope_encoding
+    if needs_autograd:
+        rotated = torch.ops.nd_rotary.rotate_embeddings(grad, -rope_encoding)
+        if needs_grad_rope_encoding:
+            dtype = torch.promote_types(embeddings.dtype, torch.float32)
+            x, g = embeddings.to(dtype), rotated.to(dtype)
+            products = x[..., 0::2] * g[..., 1::2] - x[..., 1::2] * g[..., 0::2]
+            grad_rope_encoding = products.sum_to_size(rope_encoding.shape).to(rope_encoding.dtype)
+        if needs_grad_embeddings:
+            grad_embeddings = rotated
+        return grad_embeddings, grad_rope_encoding
+    results = torch.ops.nd_rotary._rotate_by_angles_backward(
+        grad, embeddings, rope_encoding, needs_grad_embeddings, needs_grad_rope_encoding
+    )
+    if needs_grad_embeddings:
+        grad_embeddings = results[0]
+    if needs_grad_rope_encoding:
+        grad_rope_encoding = results[1]
+    return grad_embeddings, grad_rope_encoding
