@@ -123,8 +123,6 @@ typedef struct {
 /* What rotating a row is to do: write the result, reduce dL/dangle, and whether `saved` is the input for that. */
 enum { WRITE = 1, REDUCE = 2, FROM_INPUT = 4 };
 
-enum { REPEATS_TOGETHER = 4 };
-
 static inline int64_t repeat_offset(const rope_args *args, const rope_tensor *tensor, int64_t repeat) {
     return rope_offset(args->repeat_dims, args->repeat_size, tensor->repeat, repeat);
 }

@@ -129,7 +129,7 @@ INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, 
     const int64_t inner = heads_outside ? chunk->tokens : chunk->heads;
     const int64_t n = shape->channels, sin_at = chunk->span / 2;
     ELEMENT *const row = chunk->copies;
-    for (int64_t group = first; group < last; group += REPEATS_TOGETHER)
+    for (int64_t group = first; group < last; group += ROPE_REPEATS_TOGETHER)
         for (int64_t i = 0; i < outer; i++)
             for (int64_t j = 0; j < inner; j++) {
                 const int64_t t = heads_outside ? j : i, h = heads_outside ? i : j;
@@ -139,7 +139,7 @@ INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, 
                 const int64_t y_at = chunk->y_offset[t] + h * args->y.head;
                 const REAL *table = chunk->tables + at;
                 REAL *grad = AT(REDUCE, chunk->grads, at);
-                for (int64_t repeat = group; repeat < smaller(group + REPEATS_TOGETHER, last); repeat++) {
+                for (int64_t repeat = group; repeat < smaller(group + ROPE_REPEATS_TOGETHER, last); repeat++) {
                     const ELEMENT *x = (const ELEMENT *)args->x.data + x_at + repeat_offset(args, &args->x, repeat);
                     const ELEMENT *saved = AT(REDUCE, (const ELEMENT *)args->saved.data,
                                               saved_at + repeat_offset(args, &args->saved, repeat));

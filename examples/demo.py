@@ -26,16 +26,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 SIZE, PATCH = 8, 2
+GRID = SIZE // PATCH
 SIZES = {"finer": (8, 16, 24, 32), "wider": (8, 12, 16, 24)}
+CHECK = 16
 # (test, name): (kind of position, options of the forward pass).
 METHODS = {
     ("finer", "learned table, bicubic"): ("table", {}),
-    ("finer", "RoPE, raw pixel indices"): ("rope", {"raw_positions": True}),
+    ("finer", "RoPE, raw token indices"): ("rope", {"raw_positions": True}),
     ("finer", "RoPE, scaled positions"): ("rope", {}),
     ("wider", "learned table, bicubic"): ("table", {}),
-    ("wider", "learned table, log-length"): ("table", {"log_length": True}),
+    ("wider", "learned table, near tokens"): ("table", {"near_only": True}),
     ("wider", "RoPE"): ("rope", {}),
-    ("wider", "RoPE, log-length"): ("rope", {"log_length": True}),
+    ("wider", "RoPE, near tokens"): ("rope", {"near_only": True}),
 }
 
 
@@ -48,22 +50,21 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
 
-    def forward(self, x: Tensor, pos: Tensor, sharpen: float) -> Tensor:
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         if self.rope is not None:
             q, k = self.rope(q, pos, k)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, scale=sharpen / math.sqrt(q.shape[-1]))
+        mixed = F.scaled_dot_product_attention(q, k, v, mask)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
 class ViT(nn.Module):
-    def __init__(self, kind: str, dim: int = 64, heads: int = 4, depth: int = 2):
+    def __init__(self, kind: str, dim: int = 64, heads: int = 8, depth: int = 2):
         super().__init__()
-        self.grid = SIZE // PATCH
         self.patch = nn.Conv2d(1, dim, PATCH, stride=PATCH)
-        self.table = nn.Parameter(0.02 * torch.randn(1, dim, self.grid, self.grid)) if kind == "table" else None
+        self.table = nn.Parameter(0.02 * torch.randn(1, dim, GRID, GRID)) if kind == "table" else None
         self.blocks = nn.ModuleList(Block(dim, heads, kind) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 10)
 
@@ -76,19 +77,21 @@ class ViT(nn.Module):
         weight = F.interpolate(self.patch.weight, size=(width, width), mode="bilinear") / zoom**2
         return F.conv2d(F.pad(images, [(width - PATCH) // 2] * 4), weight, self.patch.bias, stride=PATCH)
 
-    def forward(self, images: Tensor, zoom: int = 1, raw_positions=False, log_length=False) -> Tensor:
+    def forward(self, images: Tensor, zoom: int = 1, raw_positions=False, near_only=False) -> Tensor:
         x = self.embed(images, zoom)
         if self.table is not None:
             same = x.shape[-2:] == self.table.shape[-2:]
             x = x + (self.table if same else F.interpolate(self.table, size=x.shape[-2:], mode="bicubic"))
         x = x.permute(0, 2, 3, 1)
-        # Centers of the tokens, in pixels: of the image as given, or of the image the model was trained on.
-        pos = (RoPEEncodingND.position_grid(x.shape) + 0.5) * (PATCH if raw_positions else PATCH / zoom)
+        pos = RoPEEncodingND.position_grid(x.shape).float()
+        if not raw_positions:
+            # Centers of the tokens, in tokens of the training grid.
+            pos = (pos + 0.5) / zoom - 0.5
         x, pos = x.flatten(1, 2), pos.flatten(0, 1)
-        # A softmax over more tokens is flatter; scores that grow with log N make up for that.
-        sharpen = math.log(x.shape[1]) / math.log(self.grid**2) if log_length else 1.0
+        # In training no token was further from another than this.
+        mask = torch.cdist(pos, pos, p=math.inf) < GRID if near_only else None
         for block in self.blocks:
-            x = block(x, pos, sharpen)
+            x = block(x, pos, mask)
         # The maximum, as the blank tokens of a wide canvas would drown the digit in a mean.
         return self.head(self.norm(x.amax(1)))
 
@@ -140,14 +143,16 @@ def enlarge(images: Tensor, size: int, test: str) -> Tensor:
 @torch.inference_mode()
 def accuracy(model: ViT, images: Tensor, labels: Tensor, size: int, test: str, options: dict) -> float:
     zoom = size // SIZE if test == "finer" else 1
-    guesses = torch.cat([model(part, zoom, **options).argmax(1) for part in enlarge(images, size, test).split(75)])
+    guesses = torch.cat(
+        [model(part, zoom, **options).argmax(1) for part in enlarge(images, size, test).split(75)]
+    )
     return 100 * (guesses == labels).float().mean().item()
 
 
-def run(seeds: int, epochs: int, quick: bool) -> tuple[dict, dict, ViT]:
-    """Accuracy on the test images, [seeds, sizes] per method, and on the validation images at one larger size."""
+def run(seeds: int, epochs: int, sizes: dict) -> tuple[dict, dict, ViT]:
+    """Test accuracy [seeds, sizes] of each method, validation accuracy [seeds] at one larger size, a RoPE model."""
     splits = load_splits()
-    tested = {key: np.zeros((seeds, 2 if quick else len(SIZES[key[0]]))) for key in METHODS}
+    tested = {key: np.zeros((seeds, len(sizes[key[0]]))) for key in METHODS}
     checked = {key: np.zeros(seeds) for key in METHODS}
     with tqdm(total=2 * seeds * epochs, unit="epoch") as bar:
         for seed in range(seeds):
@@ -155,20 +160,97 @@ def run(seeds: int, epochs: int, quick: bool) -> tuple[dict, dict, ViT]:
                 bar.set_description(f"{kind}, seed {seed}")
                 torch.manual_seed(seed)
                 model = ViT(kind)
-                train(model.train(), *splits["train"], epochs, bar)
-                for (test, name), (wanted, options) in METHODS.items():
+                train(model, *splits["train"], epochs, bar)
+                for key, (wanted, options) in METHODS.items():
                     if wanted == kind:
-                        key = test, name
-                        for i in range(tested[key].shape[1]):
-                            tested[key][seed, i] = accuracy(model, *splits["test"], SIZES[test][i], test, options)
-                        checked[key][seed] = accuracy(model, *splits["val"], 16, test, options)
+                        points = [accuracy(model, *splits["test"], n, key[0], options) for n in sizes[key[0]]]
+                        tested[key][seed] = points
+                        checked[key][seed] = accuracy(model, *splits["val"], CHECK, key[0], options)
     return tested, checked, model
 
 
-def report(tested: dict, checked: dict) -> None:
-    for test, sizes in SIZES.items():
-        rows = {name: values for (t, name), values in tested.items() if t == test}
-        print(f"\n{test + ' (test accuracy, %)':<28}" + "".join(f"{f'{s}x{s}':>14}" for s in sizes))
-        for name, values in rows.items():
-            cells = (f"{v.mean():.1f} +- {v.std(ddof=1):.1f}" for v in values.T)
-            print(f"{name:<28}" + "".join(f"{c:>14}" for c in cells))
+def compare(tested: dict, one: tuple[str, str], other: tuple[str, str]) -> None:
+    for where, part in ((f"at {SIZE}x{SIZE}", slice(0, 1)), (f"beyond {SIZE}x{SIZE}", slice(1, None))):
+        gain = (tested[one] - tested[other])[:, part].mean(1)
+        won, n = int((gain > 0).sum()), len(gain)
+        word = "ahead of" if won == n else "behind" if (gain < 0).all() else "not clearly apart from"
+        print(
+            f"  {where:<10}: [{one[1]}] is {word} [{other[1]}]: {gain.mean():+.1f} points "
+            f"(std {gain.std():.1f}), better in {won} of {n} seeds"
+        )
+
+
+def report(tested: dict, checked: dict, sizes: dict) -> None:
+    for test in sizes:
+        print(f"\n{test + ': test accuracy, %':<28}" + "".join(f"{f'{n}x{n}':>14}" for n in sizes[test]))
+        methods = [key for key in METHODS if key[0] == test]
+        for key in methods:
+            cells = [f"{v.mean():.1f} +- {v.std():.1f}" for v in tested[key].T]
+            print(f"{key[1]:<28}" + "".join(f"{c:>14}" for c in cells))
+        print(f"on the validation images at {CHECK}x{CHECK}, which decide what is compared:")
+        print("  " + ", ".join(f"{key[1]} {checked[key].mean():.1f}" for key in methods))
+        ranked = sorted(methods, key=lambda key: -checked[key].mean())
+        ropes, tables = ([k for k in ranked if METHODS[k][0] == kind] for kind in ("rope", "table"))
+        compare(tested, ropes[0], tables[0])
+        compare(tested, ropes[0], ropes[1])
+
+
+@torch.inference_mode()
+def head_scores(model: ViT, reach: int) -> np.ndarray:
+    """Scores [heads, N, N] of keys around a central query, all channels being one: the rotation alone."""
+    rope = model.blocks[0].rope
+    pos = torch.cartesian_prod(*[torch.linspace(-reach, reach, 97)] * 2)
+    ones = torch.ones(len(pos), rope.embed_dim)
+    q, k = rope(ones[:1], torch.zeros(1, 2), ones, pos)
+    scores = (q * k).unflatten(-1, (rope.n_heads, -1)).mean(-1)
+    return scores.T.unflatten(-1, (97, 97)).numpy()
+
+
+def plot(tested: dict, sizes: dict, model: ViT, path: str) -> None:
+    fig = plt.figure(figsize=(15, 5.4), dpi=100, layout="constrained")
+    left, right = fig.subfigures(1, 2, width_ratios=(2.1, 1))
+    styles = {"table": ("tab:orange", "C1"), "rope": ("tab:blue", "C0")}
+    titles = {"finer": "Finer: the same picture, resized", "wider": "Wider: the digit anywhere on a canvas"}
+    for ax, test in zip(left.subplots(1, 2, sharey=True), sizes, strict=True):
+        for key, values in tested.items():
+            if key[0] == test:
+                kind, options = METHODS[key]
+                ax.errorbar(
+                    sizes[test],
+                    values.mean(0),
+                    values.std(0),
+                    label=key[1],
+                    capsize=4,
+                    lw=2,
+                    marker="o",
+                    color=styles[kind][0],
+                    ls="--" if options else "-",
+                )
+        ax.set(title=titles[test], xlabel="image size, pixels", xticks=sizes[test], ylim=(0, 102))
+        ax.grid(alpha=0.3)
+        ax.legend(loc="lower left")
+    plt.close(fig)
+    fig.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3, help="models of each kind (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=30, help="epochs of training (default: %(default)s)")
+    parser.add_argument("--output", default="demo.png", help="the picture (default: %(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 seeds, 2 epochs, small sizes: a test that it runs"
+    )
+    args = parser.parse_args()
+    seeds, epochs = (2, 2) if args.quick else (args.seeds, args.epochs)
+    sizes = {test: (n[:2] if args.quick else n) for test, n in SIZES.items()}
+    torch.use_deterministic_algorithms(True)
+    start = time.perf_counter()
+    tested, checked, model = run(seeds, epochs, sizes)
+    report(tested, checked, sizes)
+    plot(tested, sizes, model, args.output)
+    print(f"\n{args.output} written; {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import (
     EMBEDDING_DTYPES,
@@ -105,11 +105,21 @@ def test_prefix_tokens_are_copied_however_few_tokens_follow(prefix, tokens, head
     assert same_bits((y.transpose(1, 2) if head_dim_first else y)[:, :prefix], x[:, :prefix])
 
 
-def test_prefix_tokens_are_copied_where_the_one_token_after_them_is_broadcast():
-    x = torch.randn(3, 2, 4)
-    y = apply_rope(x, torch.arange(5)[:, None], torch.ones(1, 1, 2), num_prefix_tokens=2)
+@pytest.mark.parametrize("function", [apply_rope, reference.apply_rope], ids=["kernel", "reference"])
+def test_a_token_alone_after_a_prefix_is_broadcast(function):
+    x, positions, freqs = torch.randn(3, 2, 4), torch.arange(5)[:, None], torch.ones(1, 1, 2)
+    y = function(x, positions, freqs, num_prefix_tokens=2)
     assert same_bits(y[:2], x[:2])
-    assert same_bits(y[2:], apply_rope(x[2:], torch.arange(5)[:, None], torch.ones(1, 1, 2)))
+    torch.testing.assert_close(y[2:], function(x[2:], positions, freqs), rtol=0, atol=0)
+
+
+def test_gradients_of_a_broadcast_token_after_a_prefix_are_summed():
+    x, positions, freqs = torch.randn(3, 2, 4).requires_grad_(), torch.arange(5)[:, None], torch.ones(1, 1, 2)
+    apply_rope(x, positions, freqs, num_prefix_tokens=2).sum().backward()
+    grad = x.grad
+    assert (grad[:2] == 1).all()
+    (expected,) = torch.autograd.grad(apply_rope(x[2:], positions, freqs).sum(), x)
+    torch.testing.assert_close(grad[2:], expected[2:])
 
 
 @pytest.mark.parametrize("pairs", HALF_DIMS)
@@ -172,7 +182,7 @@ def test_reference_is_the_exact_rotation(call):
         s["head_dim_first"],
         s["inverse"],
     )
-    # PyTorch rounds each product before it sums the axes: |angle| <= 40
+    # PyTorch rounds the products and their sum: |angle| <= 40
     errors = pair_errors(y, call(exact_rotation), pairs, layout, s["rotary_offset"])
     assert errors.size == 0 or errors.max() < 80 * torch.finfo(torch.float64).eps
 
@@ -246,7 +256,6 @@ def test_broadcasting_is_expanding(instruction_set, call):
     prefix = call.settings["num_prefix_tokens"]
     if prefix:
         lead[-1] -= prefix
-    assume(not prefix or call.lead[-1] == lead[-1])  # a token can't be expanded apart from the prefix
     x = call.x.expand(y.shape).clone()
     positions = call.positions.expand(*lead, -1).clone()
     assert same_bits(y, apply_rope(x, positions, call.freqs, **call.settings))
@@ -421,7 +430,7 @@ def test_norm_of_each_pair_is_kept(instruction_set, dtype, pairs, layout):
     before, after = exact_array(x), exact_array(apply_rope(x, positions * 1000, freqs, layout=layout))
     first, second = pair_channels(pairs, layout)
     before, after = (np.hypot(values[..., first], values[..., second]) for values in (before, after))
-    np.testing.assert_array_less(np.abs(after - before), 2 * torch.finfo(dtype).eps * before)
+    np.testing.assert_array_less(np.abs(after - before), 4 * torch.finfo(dtype).eps * before)
 
 
 @pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
@@ -468,7 +477,7 @@ def test_inverse_undoes(instruction_set, call):
         call.settings["layout"],
         call.settings["rotary_offset"],
     )
-    assert errors.size == 0 or errors.max() <= 4 * torch.finfo(call.x.dtype).eps
+    assert errors.size == 0 or errors.max() <= 8 * torch.finfo(call.x.dtype).eps
 
 
 @given(call=calls(half_dims=(1, 3, 8, 17), position_dtypes=EMBEDDING_DTYPES))
@@ -537,7 +546,7 @@ def shifted_positions(draw):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 2e-15), (torch.float32, 1e-6)], ids=["f64", "f32"]
+    ("dtype", "tolerance"), [(torch.float64, 4e-15), (torch.float32, 2e-6)], ids=["f64", "f32"]
 )
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @given(positions=shifted_positions(), seed=st.integers(0, 100))

@@ -72,10 +72,11 @@ def test_memory_holds_the_values_amid_poison(kind, dtype):
         assert same_bits(rest, poison(rest.shape, dtype))
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 3), (0, 2), (0, 2, 3), (2, 3, 0), (1, 2, 1, 2, 1)])
 @pytest.mark.parametrize("kind", MEMORY_KINDS)
-def test_memory_of_two_dims_and_of_nothing_is_possible(kind):
-    assert in_memory(torch.ones(2, 3), kind).shape == (2, 3)
-    assert in_memory(torch.ones(0, 2, 3), kind).shape == (0, 2, 3)
+def test_memory_of_any_shape_is_possible(kind, shape):
+    for dtype in POSITION_DTYPES:
+        assert in_memory(torch.zeros(shape, dtype=dtype), kind).shape == shape
 
 
 def _one_rotated_token_after_a_prefix(call):
@@ -263,7 +264,7 @@ def test_a_result_off_by_a_few_units_is_noticed(dtype, channel):
     x = torch.tensor([[[1.0, 0.5, 0.3, 1.0]]], dtype=dtype)
     exact = exact_rotation(x, torch.zeros(1, 1), torch.ones(1, 1, 2))
     assert_rotated(x, exact, 2, "interleaved")
-    x[..., channel] += (BUDGET.get(dtype, 1) + 1) * torch.finfo(dtype).eps
+    x[..., channel] += 1.5 * BUDGET.get(dtype, 1) * torch.finfo(dtype).eps
     with pytest.raises(AssertionError):
         assert_rotated(x, exact, 2, "interleaved")
 

@@ -479,9 +479,9 @@ int main(void) {
         run_problem(&p, &fast);
     }
     for (int n = 0; n < 4 * 2 * 6; n++) { /* large angles; the last half of the bits by the C library */
-        static const int bits[] = {17, 21, 27, 29, 34, 44};
+        static const int bits[] = {17, 21, 27, 29, 34, 58};
         problem p = {.dtype = (rope_dtype)(n % 4), .axes = 1 + n / 2 % 2, .backward = n / 4 % 2, .position_bits = bits[n / 8],
-                     .pairs = 19, .block = pick(2) ? 2 : 38, .tokens = {1, 9}, .repeats = {1, 2}};
+                     .pairs = 19, .block = pick(2) ? 2 : 38, .tokens = {2, 30}, .repeats = {1, 2}};
         p.position_dtype = n / 8 < 2 ? ROPE_F32 : pick(3) ? ROPE_F64 : ROPE_UNSUPPORTED;
         p.freq_dtype = n / 8 < 2 ? ROPE_F32 : ROPE_F64;
         run_problem(&p, n / 8 < 4 ? &fast : &libm);

@@ -1,0 +1,243 @@
+"""The rotation alone against a copy of the same tensor, the reference, and compiled PyTorch, side by side.
+
+    python benchmarks/op.py [--quick] [--threads N] [--output FILE.csv]
+
+Unit: the median time of ``x.clone()`` of the row's own tensor, or of ``x.sin()`` for calls on a tiny tensor.
+A row and its unit take turns, so that a busy machine slows both. Each row is checked against the reference
+before it is timed. README.md beside this file says how to read the numbers.
+"""
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nd_rotary_encodings import RoPEEncodingND, apply_rope, apply_rope_, build_info, reference
+
+B, N, E, H = 4, 64 * 64, 256, 8
+D, F = E // H, E // H // 2
+
+
+@dataclass
+class Row:
+    work: str
+    at_most: float | None
+    call: Callable[[], object]
+    unit: Callable[[], object]
+    repeats: int = 51
+    inner: int = 1  # calls per timing
+
+
+def seconds(call: Callable[[], object], inner: int) -> float:
+    start = time.perf_counter()
+    for _ in range(inner):
+        call()
+    return (time.perf_counter() - start) / inner
+
+
+def measure(row: Row, repeats: int) -> dict[str, float]:
+    """Medians of call and unit, taken in turn, and the quartiles of the call in units."""
+    for _ in range(3):
+        row.unit()
+        row.call()
+    units, calls = [], []
+    for _ in range(repeats):
+        units.append(seconds(row.unit, row.inner))
+        calls.append(seconds(row.call, row.inner))
+    unit = statistics.median(units)
+    low, middle, high = (quartile / unit for quartile in statistics.quantiles(calls, n=4))
+    return {"ratio": middle, "low": low, "high": high, "unit_us": unit * 1e6}
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def check(y: Tensor, x: Tensor, positions: Tensor, freqs: Tensor, **settings) -> None:
+    wanted = reference.apply_rope(x[:1].double(), positions[:1], freqs, **settings)
+    error = (y[:1].double() - wanted).abs().max() / x[:1].abs().max()
+    assert error < TOLERANCE[x.dtype], f"wrong result, error {error:.1e}"
+
+
+def grid(n: int) -> Tensor:
+    return RoPEEncodingND.position_grid((1, n, n, E), dtype=torch.float32).view(1, n * n, 2)
+
+
+def train(x: Tensor, positions: Tensor, freqs: Tensor, grad: Tensor, rotate=apply_rope) -> tuple[Tensor, ...]:
+    inputs = [t for t in (x, positions, freqs) if t.requires_grad]
+    return torch.autograd.grad(rotate(x, positions, freqs), inputs, grad)
+
+
+@torch.no_grad()
+def infer(module, *inputs):
+    return module(*inputs)
+
+
+def compiled_definition(layout: str):
+    """What a user would write: real-valued, angles made from positions, given to torch.compile."""
+
+    def rotate(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+        angles = (positions[..., None, None] * freqs).sum(-3)
+        cos, sin = angles.cos(), angles.sin()
+        if layout == "half":
+            x0, x1 = x.chunk(2, dim=-1)
+            return torch.cat((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1)
+        x0, x1 = x[..., 0::2], x[..., 1::2]
+        return torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1).flatten(-2)
+
+    return torch.compile(rotate, dynamic=False)
+
+
+def forward_rows(x: Tensor, positions: Tensor, freqs: Tensor) -> Iterator[Row]:
+    check(apply_rope(x, positions, freqs), x, positions, freqs)
+    yield Row("forward", 1.4, lambda: apply_rope(x, positions, freqs), x.clone)
+    check(apply_rope(x, positions, freqs, layout="half"), x, positions, freqs, block=D)
+    yield Row("forward, half-split", None, lambda: apply_rope(x, positions, freqs, layout="half"), x.clone)
+    own = positions.repeat(B, 1, 1)
+    check(apply_rope(x, own, freqs), x, own, freqs)
+    yield Row("forward, positions [4, N, 2]", 2.2, lambda: apply_rope(x, own, freqs), x.clone)
+    cells = positions.long()
+    check(apply_rope(x, cells, freqs), x, cells, freqs)
+    yield Row("forward, int64 positions", None, lambda: apply_rope(x, cells, freqs), x.clone)
+    heads = x.transpose(1, 2).contiguous()
+    check(
+        apply_rope(heads, positions, freqs, head_dim_first=True), heads, positions, freqs, head_dim_first=True
+    )
+    yield Row(
+        "forward, [B, H, N, D]",
+        None,
+        lambda: apply_rope(heads, positions, freqs, head_dim_first=True),
+        x.clone,
+    )
+    scratch = x.clone()
+    check(apply_rope_(scratch, positions, freqs), x, positions, freqs)
+    yield Row("forward in place", 1.2, lambda: apply_rope_(scratch, positions, freqs), x.clone)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        other = x.to(dtype)
+        check(apply_rope(other, positions, freqs), other, positions, freqs)
+        unit, of, at_most = (other.clone, "own", 8) if dtype == torch.float64 else (x.clone, "float32", None)
+        name = f"forward, {str(dtype)[6:]} (unit: {of} clone)"
+        yield Row(name, at_most, lambda other=other: apply_rope(other, positions, freqs), unit)
+    small, small_positions = torch.randn(B, 16 * 16, H, D), grid(16)
+    check(apply_rope(small, small_positions, freqs), small, small_positions, freqs)
+    yield Row(
+        "forward, N = 16 x 16", 3, lambda: apply_rope(small, small_positions, freqs), small.clone, inner=10
+    )
+
+
+def backward_rows(x: Tensor, positions: Tensor, freqs: Tensor) -> Iterator[Row]:
+    grad = torch.randn_like(x)
+    for work, at_most, needs in (
+        ("forward + backward: x", 3.5, (True, False, False)),
+        ("forward + backward: x, freqs", 5, (True, False, True)),
+        ("forward + backward: x, freqs, positions", 6, (True, True, True)),
+    ):
+        inputs = [t.clone().requires_grad_(n) for t, n in zip((x, positions, freqs), needs, strict=True)]
+        wide = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
+        wanted = train(*wide, grad.double(), reference.apply_rope)
+        for got, exact in zip(train(*inputs, grad), wanted, strict=True):
+            assert (got - exact).abs().max() < 1e-4 * exact.abs().max(), work
+        yield Row(work, at_most, lambda inputs=inputs: train(*inputs, grad), x.clone)
+
+
+def tiny_rows() -> Iterator[Row]:
+    x, positions = torch.randn(1, 2, 8), torch.tensor([[[3.0, 4.0], [1.0, 2.0]]])
+    module = RoPEEncodingND(2, 8, 2)
+    learned, freqs, split = module.freqs[0], module.freqs[0].detach(), x.view(1, 2, 2, 4)
+    trained = x.clone().requires_grad_()
+    for work, at_most, call in (
+        ("call on [1, 2, 8]: functional", 4, lambda: apply_rope(split, positions, freqs)),
+        ("call on [1, 2, 8]: functional, training", 15, lambda: apply_rope(split, positions, learned)),
+        ("call on [1, 2, 8]: module", 12, lambda: infer(module, x, positions)),
+        ("call on [1, 2, 8]: module, training", 30, lambda: module(trained, positions)),
+    ):
+        yield Row(work, at_most, call, x.sin, 21, 2000)
+
+
+def other_rows(x: Tensor, positions: Tensor, freqs: Tensor, quick: bool) -> Iterator[Row]:
+    grad = torch.randn_like(x)
+    yield Row("eager reference", None, lambda: reference.apply_rope(x, positions, freqs), x.clone, 5)
+    inputs = (x.clone().requires_grad_(), positions, freqs.clone().requires_grad_())
+    for layout in () if quick else ("half", "interleaved"):
+        rotate = compiled_definition(layout)
+        wanted = reference.apply_rope(x, positions, freqs, block=D if layout == "half" else 2)
+        assert (rotate(x, positions, freqs) - wanted).abs().max() < 1e-3
+        name = f"torch.compile, {layout}"
+        yield Row(name, None, lambda rotate=rotate: rotate(x, positions, freqs), x.clone, 21)
+        call = lambda rotate=rotate: train(*inputs, grad, rotate)  # noqa: E731
+        yield Row(f"{name}, forward + backward: x, freqs", None, call, x.clone, 11)
+
+
+def keep_freed_memory() -> None:
+    """Starts again with a C library that keeps freed memory, as after the first steps of a training run.
+
+    Else each allocation of a large tensor costs page faults, sometimes of the unit and sometimes of the row.
+    """
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+    if not settings.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few repeats, no torch.compile: does it run?")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, help="write the rows to this CSV file as well")
+    options = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+
+    about = {
+        "commit": commit(),
+        "machine": f"{platform.machine()} {platform.system()}",
+        "instruction_set": build_info()["instruction_set"],
+        "threads": options.threads,
+        "torch": torch.__version__,
+    }
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print(f"{'':56}{'ratio':>8}{'quartiles':>16}{'at most':>9}{'unit':>12}")
+    x, positions, freqs = torch.randn(B, N, H, D), grid(64), torch.randn(2, H, F) * 0.3
+    results = []
+    for rows in (
+        forward_rows(x, positions, freqs),
+        backward_rows(x, positions, freqs),
+        tiny_rows(),
+        other_rows(x, positions, freqs, options.quick),
+    ):
+        for row in rows:
+            result = measure(row, 3 if options.quick else row.repeats)
+            quartiles = f"{result['low']:.2f} to {result['high']:.2f}"
+            numbers = (
+                f"{result['ratio']:8.2f}{quartiles:>16}{row.at_most or '':>9}{result['unit_us']:9.1f} us"
+            )
+            print(f"{row.work:56}{numbers}", flush=True)
+            results.append({**about, "work": row.work, "at_most": row.at_most, **result})
+    if options.output:
+        with options.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(results[0]))
+            writer.writeheader()
+            writer.writerows(results)
+
+
+if __name__ == "__main__":
+    main()
