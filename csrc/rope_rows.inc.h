@@ -91,19 +91,19 @@ INLINE void NAME(rotate_halves, E)(int work, const ELEMENT *x, const ELEMENT *sa
 }
 
 /* Channels one element apart. y may be x. */
-INLINE void NAME(rotate_head, E)(int work, const head_shape *shape, const ELEMENT *x, const ELEMENT *saved,
-                                 ELEMENT *y, const REAL *table, int64_t sin_at, REAL *grad) {
-    const int64_t first = shape->rotary_offset, last = first + 2 * shape->pairs, half = shape->block / 2;
+INLINE void NAME(rotate_head, E)(int work, head_shape shape, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                 const REAL *table, int64_t sin_at, REAL *grad) {
+    const int64_t first = shape.rotary_offset, last = first + 2 * shape.pairs, half = shape.block / 2;
     if (work & WRITE && y != x) {
         if (first > 0) memcpy(y, x, (size_t)first * sizeof(ELEMENT));
-        if (last < shape->channels) memcpy(y + last, x + last, (size_t)(shape->channels - last) * sizeof(ELEMENT));
+        if (last < shape.channels) memcpy(y + last, x + last, (size_t)(shape.channels - last) * sizeof(ELEMENT));
     }
     if (half == 1) {
         NAME(rotate_interleaved, E)(work, x + first, AT(REDUCE, saved, first), AT(WRITE, y, first), table, grad,
                                     last - first);
         return;
     }
-    for (int64_t pair = 0; pair < shape->pairs; pair += half) {
+    for (int64_t pair = 0; pair < shape.pairs; pair += half) {
         const int64_t at = first + 2 * pair;
         NAME(rotate_halves, E)(work, x + at, AT(REDUCE, saved, at), AT(WRITE, y, at), table + pair,
                                table + sin_at + pair, AT(REDUCE, grad, pair), half);
@@ -120,52 +120,62 @@ typedef struct {
 } NAME(chunk, E);
 
 /* Rotates the tokens of a chunk in repeats [first, last). A few repeats at a time: so many streams of memory the
- * prefetchers follow, and each table is read that often while it is near. */
-INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, const head_shape *shape,
-                                  const NAME(chunk, E) * chunk, int64_t first, int64_t last) {
+ * prefetchers follow, and each table is read that often while it is near. Everything is copied into local variables
+ * first: the compiler must take a store to y for a store to any struct. */
+INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, head_shape shape,
+                                  NAME(chunk, E) chunk, int64_t first, int64_t last) {
+    const ELEMENT *const x_data = args->x.data, *const saved_data = args->saved.data;
+    ELEMENT *const y_data = args->y.data, *const row = chunk.copies;
+    const int64_t x_head = args->x.head, saved_head = args->saved.head, y_head = args->y.head;
+    const int64_t x_channel = args->x.channel, saved_channel = args->saved.channel, y_channel = args->y.channel;
     /* heads outside tokens where that is the order in memory */
-    const int heads_outside = chunk->tokens > 1 && args->x.head > chunk->x_offset[1] - chunk->x_offset[0];
-    const int64_t outer = heads_outside ? chunk->heads : chunk->tokens;
-    const int64_t inner = heads_outside ? chunk->tokens : chunk->heads;
-    const int64_t n = shape->channels, sin_at = chunk->span / 2;
-    ELEMENT *const row = chunk->copies;
-    for (int64_t group = first; group < last; group += ROPE_REPEATS_TOGETHER)
+    const int heads_outside = chunk.tokens > 1 && x_head > chunk.x_offset[1] - chunk.x_offset[0];
+    const int64_t outer = heads_outside ? chunk.heads : chunk.tokens;
+    const int64_t inner = heads_outside ? chunk.tokens : chunk.heads;
+    const int64_t n = shape.channels, sin_at = chunk.span / 2;
+    for (int64_t group = first; group < last; group += ROPE_REPEATS_TOGETHER) {
+        const int64_t count = smaller(ROPE_REPEATS_TOGETHER, last - group);
+        int64_t x_repeat[ROPE_REPEATS_TOGETHER], saved_repeat[ROPE_REPEATS_TOGETHER], y_repeat[ROPE_REPEATS_TOGETHER];
+        for (int64_t r = 0; r < count; r++) {
+            x_repeat[r] = repeat_offset(args, &args->x, group + r);
+            saved_repeat[r] = repeat_offset(args, &args->saved, group + r);
+            y_repeat[r] = repeat_offset(args, &args->y, group + r);
+        }
         for (int64_t i = 0; i < outer; i++)
             for (int64_t j = 0; j < inner; j++) {
                 const int64_t t = heads_outside ? j : i, h = heads_outside ? i : j;
-                const int64_t at = t * chunk->span + h * chunk->table_head;
-                const int64_t x_at = chunk->x_offset[t] + h * args->x.head;
-                const int64_t saved_at = chunk->saved_offset[t] + h * args->saved.head;
-                const int64_t y_at = chunk->y_offset[t] + h * args->y.head;
-                const REAL *table = chunk->tables + at;
-                REAL *grad = AT(REDUCE, chunk->grads, at);
-                for (int64_t repeat = group; repeat < smaller(group + ROPE_REPEATS_TOGETHER, last); repeat++) {
-                    const ELEMENT *x = (const ELEMENT *)args->x.data + x_at + repeat_offset(args, &args->x, repeat);
-                    const ELEMENT *saved = AT(REDUCE, (const ELEMENT *)args->saved.data,
-                                              saved_at + repeat_offset(args, &args->saved, repeat));
-                    ELEMENT *y = AT(WRITE, (ELEMENT *)args->y.data, y_at + repeat_offset(args, &args->y, repeat));
+                const int64_t at = t * chunk.span + h * chunk.table_head;
+                const int64_t x_at = chunk.x_offset[t] + h * x_head, y_at = chunk.y_offset[t] + h * y_head;
+                const int64_t saved_at = chunk.saved_offset[t] + h * saved_head;
+                const REAL *table = chunk.tables + at;
+                REAL *grad = AT(REDUCE, chunk.grads, at);
+                for (int64_t r = 0; r < count; r++) {
+                    const ELEMENT *x = x_data + x_at + x_repeat[r];
+                    const ELEMENT *saved = AT(REDUCE, saved_data, saved_at + saved_repeat[r]);
+                    ELEMENT *y = AT(WRITE, y_data, y_at + y_repeat[r]);
                     if (!strided) {
                         NAME(rotate_head, E)(work, shape, x, saved, y, table, sin_at, grad);
                         continue;
                     }
                     for (int64_t d = 0; d < n; d++)
-                        row[d] = x[d * args->x.channel];
+                        row[d] = x[d * x_channel];
                     for (int64_t d = 0; work & REDUCE && d < n; d++)
-                        row[n + d] = saved[d * args->saved.channel];
+                        row[n + d] = saved[d * saved_channel];
                     NAME(rotate_head, E)(work, shape, row, row + n, row + 2 * n, table, sin_at, grad);
                     for (int64_t d = 0; work & WRITE && d < n; d++)
-                        y[d * args->y.channel] = row[2 * n + d];
+                        y[d * y_channel] = row[2 * n + d];
                 }
             }
+    }
 }
 
 /* One copy of the loops for each kind of work, so that no loop decides what to do. */
 static void NAME(rotate_any, E)(int work, int strided, const rope_args *args, const head_shape *shape,
                                 const NAME(chunk, E) * chunk, int64_t first, int64_t last) {
 #define CASE(kind)                                                                                                   \
-    case kind: NAME(rotate_chunk, E)(kind, 0, args, shape, chunk, first, last); break
+    case kind: NAME(rotate_chunk, E)(kind, 0, args, *shape, *chunk, first, last); break
     if (strided) { /* slow anyway: one copy for all */
-        NAME(rotate_chunk, E)(work, 1, args, shape, chunk, first, last);
+        NAME(rotate_chunk, E)(work, 1, args, *shape, *chunk, first, last);
         return;
     }
     switch (work) {

@@ -71,8 +71,8 @@ class ViT(nn.Module):
     def embed(self, images: Tensor, zoom: int) -> Tensor:
         if zoom == 1:
             return self.patch(images)
-        # A token must see the same part of the picture at every resolution, or what is tested is the patches
-        # and not the positions. So the kernel grows with the picture (as in FlexiViT) and the stride does not.
+        # A token must see as much of the picture at every resolution, or what is tested is the patches and not
+        # the positions. So the kernel grows with the picture (as in FlexiViT), and the stride does not.
         width = PATCH * zoom
         weight = F.interpolate(self.patch.weight, size=(width, width), mode="bilinear") / zoom**2
         return F.conv2d(F.pad(images, [(width - PATCH) // 2] * 4), weight, self.patch.bias, stride=PATCH)
@@ -150,7 +150,7 @@ def accuracy(model: ViT, images: Tensor, labels: Tensor, size: int, test: str, o
 
 
 def run(seeds: int, epochs: int, sizes: dict) -> tuple[dict, dict, ViT]:
-    """Test accuracy [seeds, sizes] of each method, validation accuracy [seeds] at one larger size, a RoPE model."""
+    """Test accuracy [seeds, sizes] of each method, validation accuracy [seeds] at one size, a RoPE model."""
     splits = load_splits()
     tested = {key: np.zeros((seeds, len(sizes[key[0]]))) for key in METHODS}
     checked = {key: np.zeros(seeds) for key in METHODS}
@@ -169,15 +169,13 @@ def run(seeds: int, epochs: int, sizes: dict) -> tuple[dict, dict, ViT]:
     return tested, checked, model
 
 
-def compare(tested: dict, one: tuple[str, str], other: tuple[str, str]) -> None:
-    for where, part in ((f"at {SIZE}x{SIZE}", slice(0, 1)), (f"beyond {SIZE}x{SIZE}", slice(1, None))):
-        gain = (tested[one] - tested[other])[:, part].mean(1)
-        won, n = int((gain > 0).sum()), len(gain)
-        word = "ahead of" if won == n else "behind" if (gain < 0).all() else "not clearly apart from"
-        print(
-            f"  {where:<10}: [{one[1]}] is {word} [{other[1]}]: {gain.mean():+.1f} points "
-            f"(std {gain.std():.1f}), better in {won} of {n} seeds"
-        )
+def compare(tested: dict, one: tuple[str, str], other: tuple[str, str], part: slice) -> None:
+    gain = (tested[one] - tested[other])[:, part].mean(1)
+    won, n = int((gain > 0).sum()), len(gain)
+    word = "ahead of" if won == n else "behind" if (gain < 0).all() else "not clearly apart from"
+    where = f"at {SIZE}x{SIZE}" if part.stop else f"beyond {SIZE}x{SIZE}"
+    numbers = f"{gain.mean():+.1f} points (std {gain.std():.1f}), better in {won} of {n} seeds"
+    print(f"* {where}, [{one[1]}] is {word} [{other[1]}]: {numbers}")
 
 
 def report(tested: dict, checked: dict, sizes: dict) -> None:
@@ -187,50 +185,51 @@ def report(tested: dict, checked: dict, sizes: dict) -> None:
         for key in methods:
             cells = [f"{v.mean():.1f} +- {v.std():.1f}" for v in tested[key].T]
             print(f"{key[1]:<28}" + "".join(f"{c:>14}" for c in cells))
-        print(f"on the validation images at {CHECK}x{CHECK}, which decide what is compared:")
-        print("  " + ", ".join(f"{key[1]} {checked[key].mean():.1f}" for key in methods))
-        ranked = sorted(methods, key=lambda key: -checked[key].mean())
-        ropes, tables = ([k for k in ranked if METHODS[k][0] == kind] for kind in ("rope", "table"))
-        compare(tested, ropes[0], tables[0])
-        compare(tested, ropes[0], ropes[1])
+        best = {}
+        for kind in ("rope", "table"):
+            # The validation images choose, so that the test images only measure.
+            best[kind] = sorted(
+                (k for k in methods if METHODS[k][0] == kind), key=lambda k: -checked[k].mean()
+            )
+            scores = ", ".join(f"{k[1]} {checked[k].mean():.1f}" for k in best[kind])
+            if len(best[kind]) > 1:
+                print(f"* validation images at {CHECK}x{CHECK} rank: {scores}")
+        compare(tested, best["rope"][0], best["table"][0], slice(0, 1))
+        compare(tested, best["rope"][0], best["table"][0], slice(1, None))
+        compare(tested, best["rope"][0], best["rope"][1], slice(1, None))
 
 
 @torch.inference_mode()
-def head_scores(model: ViT, reach: int) -> np.ndarray:
-    """Scores [heads, N, N] of keys around a central query, all channels being one: the rotation alone."""
-    rope = model.blocks[0].rope
-    pos = torch.cartesian_prod(*[torch.linspace(-reach, reach, 97)] * 2)
-    ones = torch.ones(len(pos), rope.embed_dim)
-    q, k = rope(ones[:1], torch.zeros(1, 2), ones, pos)
-    scores = (q * k).unflatten(-1, (rope.n_heads, -1)).mean(-1)
-    return scores.T.unflatten(-1, (97, 97)).numpy()
+def head_scores(rope: RoPEEncodingND, reach: float, points: int = 97) -> np.ndarray:
+    """Scores [heads, points, points] of keys around a query in the middle, with every channel one."""
+    axis = torch.linspace(-reach, reach, points)
+    ones = torch.ones(points**2, rope.embed_dim)
+    q, k = rope(ones[:1], torch.zeros(1, 2), ones, torch.cartesian_prod(axis, axis))
+    return (q * k).unflatten(-1, (rope.n_heads, -1)).mean(-1).T.unflatten(-1, (points, points)).numpy()
 
 
-def plot(tested: dict, sizes: dict, model: ViT, path: str) -> None:
-    fig = plt.figure(figsize=(15, 5.4), dpi=100, layout="constrained")
-    left, right = fig.subfigures(1, 2, width_ratios=(2.1, 1))
-    styles = {"table": ("tab:orange", "C1"), "rope": ("tab:blue", "C0")}
+def plot(tested: dict, sizes: dict, rope: RoPEEncodingND, path: str) -> None:
+    fig = plt.figure(figsize=(12, 4.8), layout="constrained")
+    left, right = fig.subfigures(1, 2, width_ratios=(2.2, 1))
     titles = {"finer": "Finer: the same picture, resized", "wider": "Wider: the digit anywhere on a canvas"}
     for ax, test in zip(left.subplots(1, 2, sharey=True), sizes, strict=True):
-        for key, values in tested.items():
-            if key[0] == test:
-                kind, options = METHODS[key]
-                ax.errorbar(
-                    sizes[test],
-                    values.mean(0),
-                    values.std(0),
-                    label=key[1],
-                    capsize=4,
-                    lw=2,
-                    marker="o",
-                    color=styles[kind][0],
-                    ls="--" if options else "-",
-                )
-        ax.set(title=titles[test], xlabel="image size, pixels", xticks=sizes[test], ylim=(0, 102))
+        for key in (key for key in METHODS if key[0] == test):
+            kind, options = METHODS[key]
+            style = {"color": "tab:blue" if kind == "rope" else "tab:orange", "ls": "--" if options else "-"}
+            mean, std = tested[key].mean(0), tested[key].std(0)
+            ax.errorbar(sizes[test], mean, std, label=key[1], marker="o", capsize=4, **style)
+        ax.set(
+            title=titles[test], xlabel="image side, pixels (trained on 8)", xticks=sizes[test], ylim=(0, 103)
+        )
         ax.grid(alpha=0.3)
-        ax.legend(loc="lower left")
-    plt.close(fig)
-    fig.savefig(path)
+    left.axes[0].set_ylabel("test accuracy, %")
+    reach = 2.0 * GRID
+    right.suptitle("What the rotation of a head looks like")
+    for head, ax in enumerate(right.subplots(2, 2, sharex=True, sharey=True).flat):
+        image = ax.imshow(
+            head_scores(rope, reach)[head], extent=(-reach, reach) * 2, vmin=-1, vmax=1, cmap="RdBu"
+        )
+    fig.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -245,10 +244,12 @@ def main() -> None:
     seeds, epochs = (2, 2) if args.quick else (args.seeds, args.epochs)
     sizes = {test: (n[:2] if args.quick else n) for test, n in SIZES.items()}
     torch.use_deterministic_algorithms(True)
+    # The tensors are too small to share among cores.
+    torch.set_num_threads(1)
     start = time.perf_counter()
     tested, checked, model = run(seeds, epochs, sizes)
     report(tested, checked, sizes)
-    plot(tested, sizes, model, args.output)
+    plot(tested, sizes, model.blocks[0].rope, args.output)
     print(f"\n{args.output} written; {time.perf_counter() - start:.0f} s")
 
 
