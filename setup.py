@@ -4,12 +4,13 @@ set."""
 import os
 import platform
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-COMMON = ["-std=c11", "-O3", "-fvisibility=hidden", "-fexceptions", "-ffp-contract=off"]
+COMMON = ["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-fexceptions", "-ffp-contract=off"]
 if os.environ.get("ND_ROTARY_WERROR") == "1":
     COMMON += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
 if os.environ.get("ND_ROTARY_SANITIZE") == "1":
@@ -35,14 +36,23 @@ SOURCES = sorted(["csrc/module.c", "csrc/rope_cpu.c", *glob("csrc/torch_*.c"), *
 
 
 class BuildExtension(build_ext):
+    """Compiles the files in parallel, each with its own flags."""
+
     def build_extension(self, ext):
-        compile_one = self.compiler._compile
+        compiler, compile_one, compile_all = self.compiler, self.compiler._compile, self.compiler.compile
+        pool, jobs = ThreadPoolExecutor(os.cpu_count()), []
 
-        def with_flags(obj, src, ext_name, cc_args, extra_postargs, pp_opts):
-            flags = FLAGS.get(src.replace(os.sep, "/"), [])
-            compile_one(obj, src, ext_name, cc_args, [*extra_postargs, *flags], pp_opts)
+        def submit(obj, src, ext_name, cc_args, extra_postargs, pp_opts):
+            flags = [*extra_postargs, *FLAGS.get(src.replace(os.sep, "/"), [])]
+            jobs.append(pool.submit(compile_one, obj, src, ext_name, cc_args, flags, pp_opts))
 
-        self.compiler._compile = with_flags
+        def compile_and_wait(*args, **kwargs):
+            objects = compile_all(*args, **kwargs)
+            for job in jobs:
+                job.result()
+            return objects
+
+        compiler._compile, compiler.compile = submit, compile_and_wait
         super().build_extension(ext)
 
 

@@ -3,8 +3,10 @@
 Two models, equal but for how they know where a token is: `RoPEEncodingND` on the queries and keys of every
 block, or a learned table that is added to the tokens. A picture can grow in two ways, and both are tested:
 
-* finer: the same picture at a higher resolution, so that the tokens lie closer together;
-* wider: a larger canvas at the same resolution, with the digit anywhere on it.
+* finer: the same picture at a higher resolution, so that the tokens lie closer together (with RoPE, either
+  "raw token indices" or "scaled positions", which stay within the extent of the training grid);
+* wider: a larger canvas at the same resolution, with the digit anywhere on it ("near tokens": a token attends
+  no further than it could in training).
 """
 
 import argparse
@@ -28,8 +30,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 SIZE, PATCH = 8, 2
 GRID = SIZE // PATCH
 SIZES = {"finer": (8, 16, 24, 32), "wider": (8, 12, 16, 24)}
-CHECK = 16
-# (test, name): (kind of position, options of the forward pass).
+CHECK = 16  # in both tests, the size of the validation images
+# (test, name): (kind of model, options of its forward).
 METHODS = {
     ("finer", "learned table, bicubic"): ("table", {}),
     ("finer", "RoPE, raw token indices"): ("rope", {"raw_positions": True}),
@@ -71,8 +73,8 @@ class ViT(nn.Module):
     def embed(self, images: Tensor, zoom: int) -> Tensor:
         if zoom == 1:
             return self.patch(images)
-        # A token must see as much of the picture at every resolution, or what is tested is the patches and not
-        # the positions. So the kernel grows with the picture (as in FlexiViT), and the stride does not.
+        # A token must see as much of the picture as in training, or the test is one of patches: the kernel
+        # grows with the picture (as in FlexiViT), and the stride does not.
         width = PATCH * zoom
         weight = F.interpolate(self.patch.weight, size=(width, width), mode="bilinear") / zoom**2
         return F.conv2d(F.pad(images, [(width - PATCH) // 2] * 4), weight, self.patch.bias, stride=PATCH)
@@ -143,9 +145,8 @@ def enlarge(images: Tensor, size: int, test: str) -> Tensor:
 @torch.inference_mode()
 def accuracy(model: ViT, images: Tensor, labels: Tensor, size: int, test: str, options: dict) -> float:
     zoom = size // SIZE if test == "finer" else 1
-    guesses = torch.cat(
-        [model(part, zoom, **options).argmax(1) for part in enlarge(images, size, test).split(75)]
-    )
+    parts = enlarge(images, size, test).split(75)
+    guesses = torch.cat([model(part, zoom, **options).argmax(1) for part in parts])
     return 100 * (guesses == labels).float().mean().item()
 
 
@@ -163,40 +164,35 @@ def run(seeds: int, epochs: int, sizes: dict) -> tuple[dict, dict, ViT]:
                 train(model, *splits["train"], epochs, bar)
                 for key, (wanted, options) in METHODS.items():
                     if wanted == kind:
-                        points = [accuracy(model, *splits["test"], n, key[0], options) for n in sizes[key[0]]]
-                        tested[key][seed] = points
                         checked[key][seed] = accuracy(model, *splits["val"], CHECK, key[0], options)
+                        for i, size in enumerate(sizes[key[0]]):
+                            tested[key][seed, i] = accuracy(model, *splits["test"], size, key[0], options)
     return tested, checked, model
 
 
-def compare(tested: dict, one: tuple[str, str], other: tuple[str, str], part: slice) -> None:
-    gain = (tested[one] - tested[other])[:, part].mean(1)
+def compare(tested: dict, one: tuple, other: tuple, beyond: bool) -> None:
+    gain = tested[one] - tested[other]
+    gain = gain[:, 1:].mean(1) if beyond else gain[:, 0]
     won, n = int((gain > 0).sum()), len(gain)
-    word = "ahead of" if won == n else "behind" if (gain < 0).all() else "not clearly apart from"
-    where = f"at {SIZE}x{SIZE}" if part.stop else f"beyond {SIZE}x{SIZE}"
-    numbers = f"{gain.mean():+.1f} points (std {gain.std():.1f}), better in {won} of {n} seeds"
-    print(f"* {where}, [{one[1]}] is {word} [{other[1]}]: {numbers}")
+    word = "is ahead of" if won == n else "is behind" if (gain < 0).all() else "is not clearly apart from"
+    print(f"* {'beyond' if beyond else 'at'} {SIZE}x{SIZE}, [{one[1]}] {word} [{other[1]}]:")
+    print(f"  {gain.mean():+.1f} points (std {gain.std(ddof=1):.1f}), better in {won} of {n} seeds")
 
 
 def report(tested: dict, checked: dict, sizes: dict) -> None:
     for test in sizes:
         print(f"\n{test + ': test accuracy, %':<28}" + "".join(f"{f'{n}x{n}':>14}" for n in sizes[test]))
-        methods = [key for key in METHODS if key[0] == test]
-        for key in methods:
-            cells = [f"{v.mean():.1f} +- {v.std():.1f}" for v in tested[key].T]
-            print(f"{key[1]:<28}" + "".join(f"{c:>14}" for c in cells))
-        best = {}
-        for kind in ("rope", "table"):
-            # The validation images choose, so that the test images only measure.
-            best[kind] = sorted(
-                (k for k in methods if METHODS[k][0] == kind), key=lambda k: -checked[k].mean()
-            )
-            scores = ", ".join(f"{k[1]} {checked[k].mean():.1f}" for k in best[kind])
-            if len(best[kind]) > 1:
-                print(f"* validation images at {CHECK}x{CHECK} rank: {scores}")
-        compare(tested, best["rope"][0], best["table"][0], slice(0, 1))
-        compare(tested, best["rope"][0], best["table"][0], slice(1, None))
-        compare(tested, best["rope"][0], best["rope"][1], slice(1, None))
+        # Which variants are compared is decided on the validation images, not on those of the table.
+        ranked = sorted((key for key in METHODS if key[0] == test), key=lambda key: -checked[key].mean())
+        for key in ranked:
+            cells = [f"{v.mean():.1f} +- {v.std(ddof=1):.1f}" for v in tested[key].T]
+            print(f"{key[1]:<28}" + "".join(f"{cell:>14}" for cell in cells))
+        print(f"* this order is that of the accuracy on {CHECK}x{CHECK} validation images:")
+        print("  " + ", ".join(f"[{key[1]}] {checked[key].mean():.1f}" for key in ranked))
+        ropes, tables = ([key for key in ranked if METHODS[key][0] == kind] for kind in ("rope", "table"))
+        compare(tested, ropes[0], tables[0], beyond=False)
+        compare(tested, ropes[0], tables[0], beyond=True)
+        compare(tested, ropes[0], ropes[1], beyond=True)
 
 
 @torch.inference_mode()
@@ -209,26 +205,33 @@ def head_scores(rope: RoPEEncodingND, reach: float, points: int = 97) -> np.ndar
 
 
 def plot(tested: dict, sizes: dict, rope: RoPEEncodingND, path: str) -> None:
-    fig = plt.figure(figsize=(12, 4.8), layout="constrained")
-    left, right = fig.subfigures(1, 2, width_ratios=(2.2, 1))
+    fig = plt.figure(figsize=(13, 4.8), layout="constrained")
+    left, right = fig.subfigures(1, 2, width_ratios=(2, 1), wspace=0.04)
     titles = {"finer": "Finer: the same picture, resized", "wider": "Wider: the digit anywhere on a canvas"}
     for ax, test in zip(left.subplots(1, 2, sharey=True), sizes, strict=True):
-        for key in (key for key in METHODS if key[0] == test):
+        for i, key in enumerate(key for key in METHODS if key[0] == test):
             kind, options = METHODS[key]
             style = {"color": "tab:blue" if kind == "rope" else "tab:orange", "ls": "--" if options else "-"}
-            mean, std = tested[key].mean(0), tested[key].std(0)
-            ax.errorbar(sizes[test], mean, std, label=key[1], marker="o", capsize=4, **style)
-        ax.set(
-            title=titles[test], xlabel="image side, pixels (trained on 8)", xticks=sizes[test], ylim=(0, 103)
-        )
+            x = np.array(sizes[test]) + 0.3 * (i - 1)
+            mean, std = tested[key].mean(0), tested[key].std(0, ddof=1)
+            ax.errorbar(x, mean, std, label=key[1], marker="o", capsize=4, **style)
+        ax.set(title=titles[test], xlabel=f"side of the image, pixels (trained at {SIZE})", ylim=(0, 102))
+        ax.set_xticks(sizes[test])
         ax.grid(alpha=0.3)
-    left.axes[0].set_ylabel("test accuracy, %")
+        ax.legend(loc="lower left" if test == "finer" else "upper right")
+    left.axes[0].set_ylabel(f"test accuracy, % (mean, std of {len(tested[key])} seeds)")
     reach = 2.0 * GRID
-    right.suptitle("What the rotation of a head looks like")
     for head, ax in enumerate(right.subplots(2, 2, sharex=True, sharey=True).flat):
-        image = ax.imshow(
-            head_scores(rope, reach)[head], extent=(-reach, reach) * 2, vmin=-1, vmax=1, cmap="RdBu"
-        )
+        scores = head_scores(rope, reach)[head]
+        image = ax.imshow(scores, extent=(-reach, reach, reach, -reach), vmin=-1, vmax=1, cmap="RdBu")
+        ax.add_patch(plt.Rectangle((0.5 - GRID,) * 2, 2 * GRID - 1, 2 * GRID - 1, fill=False, ls=":"))
+        ax.set_title(f"head {head}", fontsize=10)
+    right.suptitle(
+        "Rotation alone: score of each position for a\nquery in the middle (dotted: reach in training)"
+    )
+    right.supxlabel("tokens to the right", fontsize=10)
+    right.supylabel("tokens down", fontsize=10)
+    right.colorbar(image, ax=right.axes, shrink=0.8, label="mean cosine")
     fig.savefig(path, dpi=100)
 
 
@@ -237,14 +240,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="models of each kind (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="epochs of training (default: %(default)s)")
     parser.add_argument("--output", default="demo.png", help="the picture (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="2 seeds, 2 epochs, small sizes: a test that it runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="2 seeds, 1 epoch, few sizes: does it run?")
     args = parser.parse_args()
-    seeds, epochs = (2, 2) if args.quick else (args.seeds, args.epochs)
+    if args.seeds < 2:
+        parser.error("--seeds must be at least 2, as the spread over seeds is reported")
+    seeds, epochs = (2, 1) if args.quick else (args.seeds, args.epochs)
     sizes = {test: (n[:2] if args.quick else n) for test, n in SIZES.items()}
     torch.use_deterministic_algorithms(True)
-    # The tensors are too small to share among cores.
+    # The tensors are too small to share among cores, and the result must not depend on how many there are.
     torch.set_num_threads(1)
     start = time.perf_counter()
     tested, checked, model = run(seeds, epochs, sizes)
