@@ -235,7 +235,7 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
     const int64_t span = 2 * padded;
     const int strided =
         args->x.channel != 1 || (args->y.data && args->y.channel != 1) || (backward && args->saved.channel != 1);
-    const int side_by_side = interleaved && !strided && args->freq_heads == args->heads && args->rotary_offset == 0 &&
+    const int side_by_side = !strided && args->freq_heads == args->heads && args->rotary_offset == 0 &&
                              2 * args->pairs == args->head_dim && args->x.head == args->head_dim &&
                              (!args->y.data || args->y.head == args->head_dim) &&
                              (!backward || args->saved.head == args->head_dim);

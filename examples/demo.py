@@ -25,7 +25,7 @@ from tqdm import tqdm
 from nd_rotary_encodings import RoPEEncodingND
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 SIZE, PATCH = 8, 2
 GRID = SIZE // PATCH

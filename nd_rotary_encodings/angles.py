@@ -181,12 +181,12 @@ def rotate_embeddings_backward(
         ValueError: if dims, shapes or dtypes don't fit.
     """
     _check_real(grad_embeddings_rotated, "grad_embeddings_rotated")
-    _check_angles(embeddings, rope_encoding)
     if grad_embeddings_rotated.shape != embeddings.shape:
         raise ValueError(
             "Expected grad_embeddings_rotated and embeddings to have the same shape, got "
             f"{grad_embeddings_rotated.shape} and {embeddings.shape}"
         )
+    _check_angles(embeddings, rope_encoding)
     grad = grad_embeddings_rotated.to(embeddings.dtype)
     grad_embeddings: Tensor | None = None
     grad_rope_encoding: Tensor | None = None

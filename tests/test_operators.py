@@ -125,30 +125,38 @@ def test_opcheck_of_calculate_rope(arguments):
     opcheck(ops.calculate_rope.default, with_grad(arguments()))
 
 
-@every_rotation
-def test_opcheck_of_the_raw_rotations(arguments):
-    arguments = arguments()
-    opcheck(ops._rotate.default, arguments)
+def opcheck_raw(op, arguments, everything):
+    """Raw operators know no autograd; dispatching them once in each way is enough."""
+    utils = ("test_schema", "test_faketensor", *(["test_aot_dispatch_dynamic"] if everything else []))
+    opcheck(op, arguments, test_utils=utils)
+
+
+@pytest.mark.parametrize("name", ROTATE)
+def test_opcheck_of_the_raw_rotations(name):
+    arguments, everything = ROTATE[name](), name == "half, heads first, prefix, inverse"
+    opcheck_raw(ops._rotate.default, arguments, everything)
     y = ops._rotate(*arguments)
-    opcheck(ops._rotate_.default, (y.clone(), *arguments[1:]))
+    opcheck_raw(ops._rotate_.default, (y.clone(), *arguments[1:]), everything)
     settings = (*arguments[3:], *SETTINGS[len(arguments) - 3 :])
     for needs in ((True, arguments[1].is_floating_point(), True), (False, False, True), (True, False, False)):
-        opcheck(ops._rotate_backward.default, (torch.randn_like(y), y, *arguments[1:3], *settings, *needs))
+        backward = (torch.randn_like(y), y, *arguments[1:3], *settings, *needs)
+        opcheck_raw(ops._rotate_backward.default, backward, everything)
 
 
-@every_rotation_by_angles
-def test_opcheck_of_the_raw_rotations_by_angles(arguments):
-    x, angles = arguments()
-    opcheck(ops._rotate_by_angles.default, (x, angles))
+@pytest.mark.parametrize("name", BY_ANGLES)
+def test_opcheck_of_the_raw_rotations_by_angles(name):
+    (x, angles), everything = BY_ANGLES[name](), name == "strides"
+    opcheck_raw(ops._rotate_by_angles.default, (x, angles), everything)
     full = ops._rotate_by_angles(x, angles)
-    opcheck(ops._rotate_by_angles_.default, (full.clone(), angles))
+    opcheck_raw(ops._rotate_by_angles_.default, (full.clone(), angles), everything)
     for needs in ((True, True), (True, False), (False, True)):
-        opcheck(ops._rotate_by_angles_backward.default, (torch.randn_like(full), full, angles, *needs))
+        backward = (torch.randn_like(full), full, angles, *needs)
+        opcheck_raw(ops._rotate_by_angles_backward.default, backward, everything)
 
 
-@every_angle
-def test_opcheck_of_the_raw_angles(arguments):
-    opcheck(ops._calculate_angles.default, arguments())
+@pytest.mark.parametrize("name", ANGLES)
+def test_opcheck_of_the_raw_angles(name):
+    opcheck_raw(ops._calculate_angles.default, ANGLES[name](), name == "strides")
 
 
 # ---- fake kernels and definitions against the kernels in C
