@@ -147,8 +147,19 @@ def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str
             f"In place, expected each element of {name} to have memory of its own, got strides {x.stride()} "
             f"for shape {tuple(x.shape)} (expanded or overlapping; clone it first)"
         )
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+    check_not_leaf(x)
+
+
+def check_not_leaf(x: Tensor) -> None:
+    """PyTorch's own rule and words, before anything is written rather than after."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return
+    if x.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if x._base is not None and x._base.is_leaf and x._base.requires_grad:
+        raise RuntimeError(
+            "a view of a leaf Variable that requires grad is being used in an in-place operation."
+        )
 
 
 def _nested_dims(x: Tensor) -> list[tuple[int, int]] | None:

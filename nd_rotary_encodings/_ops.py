@@ -36,6 +36,13 @@ def _operator(schema: str, shape_function, definition, *names: str) -> None:
         torch.library.register_fake(f"nd_rotary::{name}", shape_function, lib=_library)
 
 
+def _check_devices(first: Tensor, *others: Tensor) -> None:
+    """The dispatcher takes the kernel of one of the devices; on the CPU the C code checks."""
+    for other in others:
+        if other.device != first.device:
+            raise RuntimeError(f"all tensors must be on one device, got {first.device} and {other.device}")
+
+
 def _like(x: Tensor, shape) -> Tensor:
     """An empty tensor with the strides of ``x`` where it has that shape and is dense, else contiguous."""
     if tuple(x.shape) == tuple(shape):
@@ -70,23 +77,27 @@ def _rotate_fake(
     head_dim_first=False,
     inverse=False,
 ):
+    _check_devices(x, positions, freqs)
     return _like(x, _rotated_shape(x, positions, heads, num_prefix_tokens, head_dim_first))
 
 
 def _rotate_definition(x, positions, freqs, *settings):
+    _check_devices(x, positions, freqs)
     y = reference.apply_rope(x, positions, freqs, *settings)
     return _like(x, y.shape).copy_(y)
 
 
 def _rotate_in_place_fake(x, positions, freqs, *settings):
-    return None
+    _check_devices(x, positions, freqs)
 
 
 def _rotate_in_place_definition(x, positions, freqs, *settings):
+    _check_devices(x, positions, freqs)
     x.copy_(reference.apply_rope(x, positions, freqs, *settings))
 
 
 def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
+    _check_devices(grad, y, positions, freqs)
     need_x, need_positions, need_freqs = settings_and_needs[-3:]
     return (
         _like(y, y.shape) if need_x else y.new_empty(0),
@@ -100,6 +111,7 @@ def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
 def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
     from ._autograd import gradients_by_definition
 
+    _check_devices(grad, y, positions, freqs)
     settings, needs = settings_and_needs[:-3], settings_and_needs[-3:]
     results = gradients_by_definition(grad, y, positions, freqs, settings, needs)
     empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs)
@@ -107,23 +119,27 @@ def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
 
 
 def _rotate_by_angles_fake(x, angles):
+    _check_devices(x, angles)
     lead = torch.broadcast_shapes(x.shape[:-2], angles.shape[:-2])
     return x.new_empty((*lead, *x.shape[-2:]))
 
 
 def _rotate_by_angles_definition(x, angles):
+    _check_devices(x, angles)
     return reference.rotate_by_angles(x, angles).contiguous()
 
 
 def _rotate_by_angles_in_place_fake(x, angles):
-    return None
+    _check_devices(x, angles)
 
 
 def _rotate_by_angles_in_place_definition(x, angles):
+    _check_devices(x, angles)
     x.copy_(reference.rotate_by_angles(x, angles))
 
 
 def _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles):
+    _check_devices(grad, x, angles)
     return (
         x.new_empty(x.shape) if need_x else x.new_empty(0),
         angles.new_empty(angles.shape) if need_angles else angles.new_empty(0),
@@ -131,6 +147,7 @@ def _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles):
 
 
 def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
+    _check_devices(grad, x, angles)
     from ._autograd import angle_gradients_by_definition
 
     results = angle_gradients_by_definition(grad, x, angles, (need_x, need_angles))
@@ -139,10 +156,12 @@ def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
 
 
 def _calculate_angles_fake(positions, freqs):
+    _check_devices(positions, freqs)
     return freqs.new_empty((*positions.shape[:-1], *freqs.shape[-2:]))
 
 
 def _calculate_angles_definition(positions, freqs):
+    _check_devices(positions, freqs)
     wide = reference.wide_dtype(freqs.device)
     freqs_wide = freqs.to(wide).sum(1)
     return (positions.to(wide)[..., None, None] * freqs_wide).sum(-3).to(freqs.dtype)

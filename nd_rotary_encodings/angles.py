@@ -11,9 +11,29 @@ def _check_real(tensor: Tensor, name: str) -> None:
         raise ValueError(f"Expected {name} to be real, got dtype {tensor.dtype}")
 
 
+def _is_float(tensor: Tensor) -> bool:
+    d = tensor.dtype
+    return d == torch.float32 or d == torch.float64 or d == torch.float16 or d == torch.bfloat16
+
+
+def _check_float(tensor: Tensor, name: str) -> None:
+    _check_real(tensor, name)
+    if not _is_float(tensor):
+        raise ValueError(
+            f"Expected {name} to be float16, bfloat16, float32 or float64, got dtype {tensor.dtype}"
+        )
+
+
 def _check_dims(tensor: Tensor, name: str, dims: int) -> None:
     if tensor.ndim < dims:
         raise ValueError(f"Expected at least {dims} dimensions for {name}, got shape {tensor.shape}")
+
+
+def _check_device(tensor: Tensor, name: str, other: Tensor, other_name: str) -> None:
+    if tensor.device != other.device:
+        raise ValueError(
+            f"Expected {name} and {other_name} to be on one device, got {tensor.device} and {other.device}"
+        )
 
 
 def _check_freqs(positions: Tensor, rope_freqs: Tensor) -> None:
@@ -25,13 +45,25 @@ def _check_freqs(positions: Tensor, rope_freqs: Tensor) -> None:
             "Expected first dimension of `rope_freqs` and last dimension of positions to match, got "
             f"{rope_freqs.size(0)} and {positions.size(-1)}"
         )
-    _check_real(positions, "positions")
-    _check_real(rope_freqs, "rope_freqs")
+    if rope_freqs.size(0) == 0:
+        raise ValueError(f"Expected at least 1 position axis, got rope_freqs of shape {rope_freqs.shape}")
+    if positions.dtype == torch.bool:
+        raise ValueError(f"Expected positions to be integers or floating point, got dtype {positions.dtype}")
+    if positions.is_complex() or positions.is_floating_point():
+        _check_float(positions, "positions")
+    _check_float(rope_freqs, "rope_freqs")
+    _check_device(positions, "positions", rope_freqs, "rope_freqs")
 
 
 def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
     _check_real(embeddings, "embeddings")
     _check_real(rope_encoding, "rope_encoding")
+    if not (_is_float(embeddings) and _is_float(rope_encoding)):
+        raise ValueError(
+            "Expected embeddings and rope_encoding to be floating point, got "
+            f"{embeddings.dtype} and {rope_encoding.dtype}: float16, bfloat16, float32 or float64"
+        )
+    _check_device(embeddings, "embeddings", rope_encoding, "rope_encoding")
     if embeddings.ndim != rope_encoding.ndim:
         raise ValueError(
             "Expected embeddings and rope_encoding to have the same number of dims, got shapes "
@@ -42,16 +74,6 @@ def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
         raise ValueError(
             "Expected rope_encoding to have last dimension equal to 1/2 embedding's head dim, got "
             f"{rope_encoding.size(-1)} and {embeddings.size(-1)}"
-        )
-    if not (embeddings.is_floating_point() and rope_encoding.is_floating_point()):
-        raise ValueError(
-            "Expected embeddings and rope_encoding to be floating point, got "
-            f"{embeddings.dtype} and {rope_encoding.dtype}"
-        )
-    if embeddings.device != rope_encoding.device:
-        raise ValueError(
-            "Expected embeddings and rope_encoding to be on one device, got "
-            f"{embeddings.device} and {rope_encoding.device}"
         )
     for d in range(embeddings.ndim - 1):
         a, b = embeddings.size(d), rope_encoding.size(d)
@@ -102,6 +124,8 @@ def calculate_rope_backward(
     """
     _check_freqs(positions, rope_freqs)
     _check_dims(grad_rope_encoding, "grad_rope_encoding", 3)
+    _check_float(grad_rope_encoding, "grad_rope_encoding")
+    _check_device(grad_rope_encoding, "grad_rope_encoding", positions, "positions")
     grad_positions: Tensor | None = None
     grad_rope_freqs: Tensor | None = None
     dtype = torch.promote_types(
@@ -115,7 +139,7 @@ def calculate_rope_backward(
         # products and sums rather than a matmul, which may run in reduced precision
         freqs = rope_freqs.to(dtype).sum(1)
         sums = [(grad * freqs[a]).sum((-2, -1)) for a in range(freqs.size(0))]
-        grad_positions = torch.stack(sums, -1).sum_to_size(positions.shape).to(positions.dtype)
+        grad_positions = torch.stack(sums, -1).sum_to_size(positions.shape).to(positions.dtype).contiguous()
     if needs_grad_rope_freqs:
         flat = (
             positions.to(dtype)
@@ -125,7 +149,7 @@ def calculate_rope_backward(
         rows = grad.reshape(-1, heads, grad.size(-1))
         sums = [(rows * flat[:, a].unsqueeze(-1).unsqueeze(-1)).sum(0) for a in range(flat.size(1))]
         full = torch.stack(sums).unsqueeze(1).expand(-1, rope_freqs.size(1), -1, -1)
-        grad_rope_freqs = full.sum_to_size(rope_freqs.shape).to(rope_freqs.dtype)
+        grad_rope_freqs = full.sum_to_size(rope_freqs.shape).to(rope_freqs.dtype).contiguous()
     return grad_positions, grad_rope_freqs
 
 
@@ -180,13 +204,14 @@ def rotate_embeddings_backward(
     Raises:
         ValueError: if dims, shapes or dtypes don't fit.
     """
-    _check_real(grad_embeddings_rotated, "grad_embeddings_rotated")
+    _check_float(grad_embeddings_rotated, "grad_embeddings_rotated")
     if grad_embeddings_rotated.shape != embeddings.shape:
         raise ValueError(
             "Expected grad_embeddings_rotated and embeddings to have the same shape, got "
             f"{grad_embeddings_rotated.shape} and {embeddings.shape}"
         )
     _check_angles(embeddings, rope_encoding)
+    _check_device(grad_embeddings_rotated, "grad_embeddings_rotated", embeddings, "embeddings")
     grad = grad_embeddings_rotated.to(embeddings.dtype)
     grad_embeddings: Tensor | None = None
     grad_rope_encoding: Tensor | None = None
@@ -198,7 +223,9 @@ def rotate_embeddings_backward(
             dtype = torch.promote_types(embeddings.dtype, torch.float32)
             x, g = embeddings.to(dtype), rotated.to(dtype)
             products = x[..., 0::2] * g[..., 1::2] - x[..., 1::2] * g[..., 0::2]
-            grad_rope_encoding = products.sum_to_size(rope_encoding.shape).to(rope_encoding.dtype)
+            grad_rope_encoding = (
+                products.sum_to_size(rope_encoding.shape).to(rope_encoding.dtype).contiguous()
+            )
         if needs_grad_embeddings:
             grad_embeddings = rotated
         return grad_embeddings, grad_rope_encoding

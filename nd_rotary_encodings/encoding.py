@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 
 from . import functional
-from ._checks import check_broadcast, check_in_place, check_types, overlap
+from ._checks import EMBEDDING_DTYPES, check_broadcast, check_in_place, check_types, overlap
 from ._ops import DEFAULT_SETTINGS
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
 
@@ -196,7 +196,13 @@ class RoPEEncodingND(nn.Module):
         freqs = self._joined_freqs()
         if not self._checked_positions:
             self._check_positions(query_pos)
-        if self.forward_only or not functional.is_plain(query, query_pos, freqs):
+        # the kernel checks all that _check does, and faster, except for embed_dim; only its words are worse
+        if (
+            query.shape[-1:] != (self.embed_dim,)
+            or (key is not None and key.shape[-1:] != (self.embed_dim,))
+            or self.forward_only
+            or not functional.is_plain(query, query_pos, freqs)
+        ):
             self._check(query, query_pos, key, key_pos, freqs)
         if self.forward_only:
             return self._forward_only(query, query_pos, key, key_pos, freqs)
@@ -204,7 +210,6 @@ class RoPEEncodingND(nn.Module):
             rotated = self._rotate(query, query_pos, freqs)
             return rotated if key is None else (rotated, self._rotate(key, key_pos, freqs))
         except RuntimeError:
-            # the kernel checks all that the Python code does, and faster; only the words are worse
             self._check(query, query_pos, key, key_pos, freqs)
             raise
 
@@ -257,13 +262,13 @@ class RoPEEncodingND(nn.Module):
         if positions.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self._checked_positions = True
-        if not positions.is_floating_point() or positions.numel() == 0:
+        if positions.dtype not in EMBEDDING_DTYPES or positions.numel() == 0:
             return
         low, high = (limit.item() for limit in positions.detach().aminmax())
         if low > 0 and high <= 1:
             warnings.warn(
                 "Expected positions in true units, but found potentially normalized coordinates, all in "
-                f"[{low:.6g}, {high:.6g}]. Pixels or cells are the unit that the initial frequencies are for; "
+                f"[{low:.6g}, {high:.6g}]. The initial frequencies are for pixels or cells: "
                 "scale the positions, or lower rope_base_theta if this is intended",
                 UserWarning,
                 stacklevel=4,

@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _autograd, _ops, reference
-from ._checks import check_apply_rope, check_in_place
+from ._checks import check_apply_rope, check_in_place, check_not_leaf
 from .angles import calculate_rope, calculate_rope_backward, rotate_embeddings, rotate_embeddings_backward
 
 __all__ = [
@@ -207,6 +207,7 @@ def apply_rope_qkv_(
     if qkv.ndim < 4 or qkv.shape[at] != 3:
         wanted = "[..., 3, H, N, D]" if head_dim_first else "[..., N, 3, H, D]"
         raise ValueError(f"Expected qkv to have shape {wanted}, got {tuple(qkv.shape)}")
+    check_not_leaf(qkv)
     # queries and keys as one more leading dim, along which positions are shared
     qk = qkv.narrow(at, 0, 2) if head_dim_first else qkv.narrow(at, 0, 2).transpose(-4, -3)
     apply_rope_(
