@@ -162,59 +162,56 @@ def check_not_leaf(x: Tensor) -> None:
         )
 
 
-def _nested_dims(x: Tensor) -> list[tuple[int, int]] | None:
-    """(size, stride) from the largest stride down where each stride steps over all inner dims, else None."""
-    dims = sorted(
-        ((n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1), key=lambda dim: -dim[1]
-    )
+def _byte_dims(x: Tensor) -> list[tuple[int, int]]:
+    """(size, stride in bytes) of all dims, and of the bytes of an element."""
+    size = x.element_size()
+    return [(n, s * size) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] + [(size, 1)]
+
+
+def _nested(dims: list[tuple[int, int]]) -> bool:
+    """Whether each stride steps over all that smaller strides reach, so that all places differ."""
     span = 0
-    for size, stride in reversed(dims):
+    for size, stride in sorted(dims, key=lambda dim: dim[1]):
         if stride <= span:
-            return None
+            return False
         span += (size - 1) * stride
-    return dims
+    return True
 
 
-def _range(x: Tensor) -> tuple[int, int]:
-    """First place in storage, and the one after the last."""
-    start = int(x.storage_offset())
-    return start, start + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+def _uses(dims: list[tuple[int, int]], start: int, length: int) -> Tensor:
+    """How often each of `length` bytes is used, if the first element is at byte `start`."""
+    places = torch.tensor([start])
+    for size, stride in dims:
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return torch.bincount(places, minlength=length)
 
 
-def _uses(x: Tensor, start: int, end: int) -> Tensor:
-    """How many elements of ``x`` lie in each place of storage from ``start`` to ``end``."""
-    places = torch.full(x.shape, int(x.storage_offset()) - start, dtype=torch.int64, device=x.device)
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        places += (torch.arange(size, device=x.device) * stride).view(-1, *[1] * (x.ndim - 1 - dim))
-    return torch.bincount(places.flatten(), minlength=end - start)
+def _span(dims: list[tuple[int, int]]) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in dims)
 
 
 def overlaps_itself(x: Tensor) -> bool:
     """Whether two elements of ``x`` share memory."""
-    if x.is_contiguous() or x.numel() < 2 or _nested_dims(x) is not None:
+    if x.is_contiguous() or x.numel() < 2:
         return False
-    return bool((_uses(x, *_range(x)) > 1).any())
+    dims = _byte_dims(x)
+    return not _nested(dims) and bool((_uses(dims, 0, _span(dims)) > 1).any())
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether an element of ``x`` and one of ``y`` share memory."""
-    if not x.numel() or not y.numel() or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+    if not x.numel() or not y.numel() or x.device != y.device:
         return False
-    if x.dtype != y.dtype:
-        # in bytes; a new last dim, as the last dim may have any stride
-        x, y = (
-            t.as_strided((*t.shape, 1), (*t.stride(), 1)).view(torch.uint8) if t.element_size() > 1 else t
-            for t in (x, y)
-        )
-    (x_start, x_end), (y_start, y_end) = _range(x), _range(y)
-    if x_end <= y_start or y_end <= x_start:
+    x_dims, y_dims = _byte_dims(x), _byte_dims(y)
+    distance = y.data_ptr() - x.data_ptr()
+    if distance >= _span(x_dims) or -distance >= _span(y_dims):
         return False
-    dims = _nested_dims(x)
-    if dims is not None and x.shape == y.shape and x.stride() == y.stride():
+    if x_dims == y_dims and _nested(x_dims):
         # the distance as a sum of steps d * stride with |d| < size: two candidates for each dim
-        rests = {y_start - x_start}
-        for size, stride in dims:
+        rests = {distance}
+        for size, stride in sorted(x_dims, key=lambda dim: -dim[1]):
             rests = {r - d * stride for r in rests for d in (r // stride, r // stride + 1) if abs(d) < size}
         return 0 in rests
-    start, end = min(x_start, y_start), max(x_end, y_end)
-    return bool(((_uses(x, start, end) > 0) & (_uses(y, start, end) > 0)).any())
+    start = min(0, distance)
+    length = max(_span(x_dims), distance + _span(y_dims)) - start
+    return bool(((_uses(x_dims, -start, length) > 0) & (_uses(y_dims, distance - start, length) > 0)).any())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 
 from . import functional
-from ._checks import EMBEDDING_DTYPES, check_broadcast, check_in_place, check_types, overlap
+from ._checks import EMBEDDING_DTYPES, check_broadcast, check_in_place, check_not_leaf, check_types, overlap
 from ._ops import DEFAULT_SETTINGS
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
 
@@ -101,6 +101,7 @@ class RoPEEncodingND(nn.Module):
         self._pattern = read_freq_group_pattern(freq_group_pattern, position_dim).clone()
         self._base_theta = torch.as_tensor(rope_base_theta, dtype=dtype, device="cpu")
         self.n_freq_groups = len(self._pattern)
+        self._one_full_group = self.n_freq_groups == 1 and bool(self._pattern.all())
 
         freqs, encoding_ranges = self._initial_freqs(device)
         self.freqs = nn.ParameterList(freqs)
@@ -198,10 +199,10 @@ class RoPEEncodingND(nn.Module):
             self._check_positions(query_pos)
         # the kernel checks all that _check does, and faster, except for embed_dim; only its words are worse
         if (
-            query.shape[-1:] != (self.embed_dim,)
-            or (key is not None and key.shape[-1:] != (self.embed_dim,))
-            or self.forward_only
+            self.forward_only
             or not functional.is_plain(query, query_pos, freqs)
+            or query.shape[-1:] != (self.embed_dim,)
+            or (key is not None and key.shape[-1:] != (self.embed_dim,))
         ):
             self._check(query, query_pos, key, key_pos, freqs)
         if self.forward_only:
@@ -214,6 +215,8 @@ class RoPEEncodingND(nn.Module):
             raise
 
     def _check(self, query, query_pos, key, key_pos, freqs) -> None:
+        if torch.jit.is_tracing():  # sizes are tensors then, and comparing them would be baked into the trace
+            return
         self.shape_check(query, query_pos)
         check_types(query, query_pos, freqs, "query", "query_pos")
         if key is not None:
@@ -231,8 +234,11 @@ class RoPEEncodingND(nn.Module):
                 "forward_only=True with an input that requires grad: the result is detached. "
                 "Use forward_only=False to train, or torch.no_grad() to silence this",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=5,  # the caller of the module
             )
+        if self.inplace:
+            for x in (query,) if key is None else (query, key):
+                check_not_leaf(x)
         pairs = [(query, query_pos)] if key is None else [(query, query_pos), (key, key_pos)]
         with torch.no_grad():
             if not self.inplace:
@@ -271,7 +277,7 @@ class RoPEEncodingND(nn.Module):
                 f"[{low:.6g}, {high:.6g}]. The initial frequencies are for pixels or cells: "
                 "scale the positions, or lower rope_base_theta if this is intended",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,  # the caller of the module
             )
 
     def shape_check(self, query_or_key: Tensor, query_or_key_pos: Tensor) -> None:
@@ -298,10 +304,8 @@ class RoPEEncodingND(nn.Module):
 
     def _joined_freqs(self) -> Tensor:
         """All groups as ``[P, H | 1, F]``: each pair belongs to one group."""
-        if self.n_freq_groups == 1:
-            freqs = getattr(self.freqs, "0")  # what self.freqs[0] does, in a third of the time
-            if freqs.shape[0] == self.position_dim:
-                return freqs
+        if self._one_full_group:
+            return getattr(self.freqs, "0")  # what self.freqs[0] does, in a third of the time
         return self.grouped_rope_freqs_tensor(self.freqs).sum(1)
 
     def grouped_rope_freqs_tensor(self, grouped_rope_freqs: Sequence[Tensor] | nn.ParameterList) -> Tensor:

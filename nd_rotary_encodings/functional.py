@@ -31,6 +31,7 @@ def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and peek_interpreter_stack() is None
         and type(x) in _PLAIN_TYPES
@@ -42,7 +43,7 @@ def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
 def _needs_definition(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
     """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses,
     whose rules for PyTorch's own operators are what makes them work."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
         return True
@@ -77,7 +78,7 @@ def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) ->
     """``apply_rope_`` after its checks."""
     if _needs_definition(x, positions, freqs):
         return x.copy_(reference.apply_rope(x, positions, freqs, *settings))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         if _records(x, positions, freqs):
             return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
         torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
