@@ -115,10 +115,14 @@ static void broadcast(call *c, const parts *p, const settings *s, lead_dims *lea
 }
 
 /* The tokens before the positions start: copied. The kernel does it too, as rows without pairs. */
-static void copy_prefix(call *c, const rope_args *args, const lead_dims *lead, int64_t prefix) {
+static void copy_prefix(call *c, const rope_args *args, const lead_dims *lead, int64_t prefix, int64_t x_stride,
+                        int64_t y_stride) {
     rope_args copy = *args;
     lead_dims rows = *lead;
     rows.size[rows.dims - 1] = prefix;
+    /* not those of lead, which are 0 where one token follows the prefix */
+    rows.stride[LEAD_X][rows.dims - 1] = x_stride;
+    rows.stride[LEAD_Y][rows.dims - 1] = y_stride;
     memset(rows.stride[LEAD_ANGLES], 0, 2 * sizeof rows.stride[0]);
     memset(&copy.positions, 0, sizeof copy.positions);
     memset(&copy.saved, 0, sizeof copy.saved);
@@ -169,7 +173,8 @@ static void run_parts(call *c, const parts *p, const settings *s) {
                                          .axis = p->grad_freqs->strides[0],
                                          .head = p->grad_freqs->strides[1],
                                          .pair = p->grad_freqs->strides[2]};
-    if (s->prefix && p->y && p->y->data != x->data) copy_prefix(c, &args, &lead, s->prefix);
+    if (s->prefix && p->y && p->y->data != x->data)
+        copy_prefix(c, &args, &lead, s->prefix, x->strides[token_at], p->y->strides[p->y->dims - x->dims + token_at]);
     if (s->prefix) {
         const size_t size = bytes_of(x) / (size_t)count_of(x);
         const tensor *embeddings[] = {x, p->y, p->saved};

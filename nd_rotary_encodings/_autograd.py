@@ -55,6 +55,16 @@ def gradients_by_definition(
     return grad_x, *_axis_sums(-angle_grad if inverse else angle_grad, positions, freqs, needs[1:])
 
 
+def _sum_to(shape: torch.Size, grad: Tensor, settings) -> Tensor:
+    """The sum over broadcast dims; after prefix tokens, one token alone may have been broadcast, too."""
+    heads, _, _, prefix, head_dim_first, _ = settings
+    token_dim = -2 if heads or head_dim_first else -3
+    if prefix and grad.shape[token_dim] != shape[token_dim]:
+        rest = grad.narrow(token_dim, prefix, grad.shape[token_dim] - prefix).sum(token_dim, keepdim=True)
+        grad = torch.cat((grad.narrow(token_dim, 0, prefix), rest), dim=token_dim)
+    return grad.sum_to_size(shape)
+
+
 def gradients(
     grad: Tensor, y: Tensor | None, positions: Tensor, freqs: Tensor, settings, needs, x_shape
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -70,7 +80,7 @@ def gradients(
         results = (_ops.rotate(grad, positions, freqs, *settings[:-1], not settings[-1]), None, None)
     grad_x = results[0]
     if grad_x is not None and grad_x.shape != x_shape:
-        grad_x = grad_x.sum_to_size(x_shape)
+        grad_x = _sum_to(x_shape, grad_x, settings)
     return grad_x, results[1], results[2]
 
 

@@ -199,7 +199,9 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether an element of ``x`` and one of ``y`` share memory."""
+    """Whether an element of ``x`` and one of ``y`` share memory; False where there are no addresses."""
+    if x.is_meta or torch.compiler.is_compiling():
+        return False
     if not x.numel() or not y.numel() or x.device != y.device:
         return False
     x_dims, y_dims = _byte_dims(x), _byte_dims(y)

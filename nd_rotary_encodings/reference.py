@@ -57,11 +57,10 @@ def apply_rope(
     # multiplied and summed rather than a matmul, which may run in reduced precision
     angles = (positions.to(wide)[..., None, None] * freqs.to(wide)).sum(-3)
     if num_prefix_tokens:
-        prefix = angles.new_zeros(*angles.shape[:-3], num_prefix_tokens, *angles.shape[-2:])
-        angles = torch.cat(
-            (prefix, angles.expand(*angles.shape[:-3], x.shape[-3] - num_prefix_tokens, -1, -1)), -3
-        )
+        prefix, x = x[..., :num_prefix_tokens, :, :], x[..., num_prefix_tokens:, :, :]
     y = rotate_by_angles(x, -angles if inverse else angles, block, rotary_offset)
+    if num_prefix_tokens:
+        y = torch.cat((prefix.expand(*y.shape[:-3], *prefix.shape[-3:]), y), dim=-3)
     if heads:
         return y.flatten(-2)
     return y.transpose(-3, -2) if head_dim_first else y

@@ -291,10 +291,11 @@ def test_reset_restores_what_half_precision_lost():
 
 def test_reset_is_in_place_and_draws_anew():
     module = make(**GROUPS["partition"])
-    parameters = list(module.freqs)
+    parameters, addresses = list(module.freqs), [freqs.data_ptr() for freqs in module.freqs]
     before = [freqs.detach().clone() for freqs in parameters]
     module.reset_parameters()
     assert all(a is b for a, b in zip(parameters, module.freqs, strict=True))
+    assert [freqs.data_ptr() for freqs in module.freqs] == addresses
     assert not any(torch.equal(a, b) for a, b in zip(parameters, before, strict=True))
 
 

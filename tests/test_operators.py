@@ -179,14 +179,15 @@ def embeddings_in_many_layouts():
     yield torch.randn(2, 1, 2, 4).transpose(0, 1)
 
 
-FORWARD_CALLS = [
-    *((ops._rotate, arguments) for arguments in ROTATE.values()),
-    *((ops._rotate_by_angles, arguments) for arguments in BY_ANGLES.values()),
-    *((ops._calculate_angles, arguments) for arguments in ANGLES.values()),
-]
+FORWARD_CALLS = {
+    **{f"rotation, {name}": (ops._rotate, arguments) for name, arguments in ROTATE.items()},
+    **{f"by angles, {name}": (ops._rotate_by_angles, arguments) for name, arguments in BY_ANGLES.items()},
+    **{f"angles, {name}": (ops._calculate_angles, arguments) for name, arguments in ANGLES.items()},
+}
+every_forward = pytest.mark.parametrize(("op", "arguments"), FORWARD_CALLS.values(), ids=FORWARD_CALLS.keys())
 
 
-@pytest.mark.parametrize(("op", "arguments"), FORWARD_CALLS)
+@every_forward
 def test_fake_kernel_has_the_shape_strides_and_dtype_of_the_real_one(op, arguments):
     arguments = arguments()
     mode = FakeTensorMode()
@@ -233,7 +234,7 @@ def definition(op):
     return lambda *arguments: op.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *arguments)
 
 
-@pytest.mark.parametrize(("op", "arguments"), FORWARD_CALLS)
+@every_forward
 def test_definition_for_other_devices_has_the_values_and_strides_of_the_kernel(op, arguments):
     arguments = arguments()
     if op is ops._rotate:
@@ -556,6 +557,20 @@ def two(tensor):
     return TwoTensor(tensor.clone(), tensor * 2)
 
 
+@pytest.fixture
+def pytorchs_operators_only(monkeypatch):
+    """Like DTensor, a subclass has rules for PyTorch's own operators and none for ours."""
+    dispatch = TwoTensor.__torch_dispatch__
+
+    def refuse_ours(cls, func, types, args, kwargs):
+        if func.namespace == "nd_rotary":
+            raise NotImplementedError(f"no rule for {func}")
+        return dispatch(func, types, args, kwargs)
+
+    monkeypatch.setattr(TwoTensor, "__torch_dispatch__", classmethod(refuse_ours))
+
+
+@pytest.mark.usefixtures("pytorchs_operators_only")
 @pytest.mark.parametrize("which", range(3), ids=["x", "positions", "freqs"])
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 def test_wrapper_subclasses_are_computed_inside_and_stay_differentiable(layout, which):
@@ -575,6 +590,7 @@ def test_wrapper_subclasses_are_computed_inside_and_stay_differentiable(layout, 
         torch.testing.assert_close(getattr(gradients[which], part), wanted[which], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("pytorchs_operators_only")
 def test_wrapper_subclasses_in_place():
     values, positions, freqs = torch.randn(3, 2, 8), torch.randn(3, 2), torch.randn(2, 2, 4)
     x = two(values)
@@ -583,6 +599,7 @@ def test_wrapper_subclasses_in_place():
     torch.testing.assert_close(x.b, apply_rope(values * 2, positions, freqs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("pytorchs_operators_only")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_wrapper_subclasses_in_place_are_differentiable(dtype):
     values, positions, freqs = (
@@ -597,6 +614,7 @@ def test_wrapper_subclasses_in_place_are_differentiable(dtype):
     torch.testing.assert_close(actual.a, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("pytorchs_operators_only")
 def test_module_takes_wrapper_subclasses_for_query_and_key():
     module = RoPEEncodingND(2, 16, 2)
     query, key, positions = torch.randn(3, 16), torch.randn(3, 16), torch.rand(3, 2) * 9
@@ -605,6 +623,7 @@ def test_module_takes_wrapper_subclasses_for_query_and_key():
         torch.testing.assert_close(pair.a, module(plain, positions), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("pytorchs_operators_only")
 def test_module_in_place_takes_wrapper_subclasses():
     module = RoPEEncodingND(2, 16, 2, forward_only=True, inplace=True)
     values, positions = torch.randn(3, 16), torch.rand(3, 2) * 9
