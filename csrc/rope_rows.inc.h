@@ -10,7 +10,6 @@
 #define STORE NAME(store, E)
 #define LOAD_REAL NAME(load, R)
 #define STORE_REAL NAME(store, R)
-#define FMA NAME(fma, R)
 #define ODD_SIGN NAME(odd_sign, R)
 
 /* W channels of interleaved pairs. `grad` gathers the two products of dL/dtheta in the two lanes of the pair. */
@@ -20,7 +19,7 @@ INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT 
     IN_REGISTER(a);
     if (work & (WRITE | FROM_INPUT)) {
         VEC s = (VEC)((NAME(int, R))NAME(load_sin, R)(table) ^ odd_sign);
-        b = a * NAME(load_cos, R)(table) - FMA(SWAP(a), s, (VEC){0});
+        b = a * NAME(load_cos, R)(table) - (SWAP(a) * s + (VEC){0});
     }
     if (work & REDUCE) STORE_REAL(grad, LOAD_REAL(grad) + (work & FROM_INPUT ? b : a) * SWAP(LOAD(saved)));
     if (work & WRITE) STORE(y, b);
@@ -314,5 +313,4 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
 #undef STORE
 #undef LOAD_REAL
 #undef STORE_REAL
-#undef FMA
 #undef ODD_SIGN
