@@ -28,7 +28,7 @@ sanitize: $(VENV)/test
 	rm -rf build/sanitize
 	ND_ROTARY_SANITIZE=1 $(BIN)/python setup.py -q build --build-lib build/sanitize --build-temp build/sanitize-objects
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		PYTHONPATH=build/sanitize $(BIN)/python -m pytest -q -p no:randomly \
+		PYTHONPATH=build/sanitize $(BIN)/pytest -q -p no:randomly \
 		tests/test_rotate.py tests/test_precision.py tests/test_same_bits.py tests/test_functional.py tests/test_errors.py
 
 lint: $(VENV)/lint

@@ -1,6 +1,6 @@
 """The rotation alone against a copy of the same tensor, the reference, and compiled PyTorch, side by side.
 
-    python benchmarks/op.py [--quick] [--threads N] [--output FILE.csv]
+    python benchmarks/op.py [--quick] [--threads N] [--instruction-set NAME] [--output FILE.csv]
 
 Unit: the median time of ``x.clone()`` of the row's own tensor, or of ``x.sin()`` for calls on a tiny tensor.
 A row and its unit take turns, so that a busy machine slows both. Each row is checked against the reference
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nd_rotary_encodings import RoPEEncodingND, apply_rope, apply_rope_, build_info, reference
+from nd_rotary_encodings import _C, RoPEEncodingND, apply_rope, apply_rope_, build_info, reference
 
 B, N, E, H = 4, 64 * 64, 256, 8
 D, F = E // H, E // H // 2
@@ -201,10 +201,12 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few repeats, no torch.compile: does it run?")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--instruction-set", help="one of those that `python -m nd_rotary_encodings` lists")
     parser.add_argument("--output", type=Path, help="write the rows to this CSV file as well")
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(options.threads)
+    _C.force_instruction_set(options.instruction_set)
     torch.manual_seed(0)
 
     about = {
