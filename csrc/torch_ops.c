@@ -175,6 +175,10 @@ static void run_parts(call *c, const parts *p, const settings *s) {
                                          .pair = p->grad_freqs->strides[2]};
     if (s->prefix && p->y && p->y->data != x->data)
         copy_prefix(c, &args, &lead, s->prefix, x->strides[token_at], p->y->strides[p->y->dims - x->dims + token_at]);
+    if (count_of(p->positions) == 0) { /* all tokens are prefix tokens */
+        if (p->grad_freqs) memset((void *)(uintptr_t)p->grad_freqs->data, 0, bytes_of(p->grad_freqs));
+        return;
+    }
     if (s->prefix) {
         const size_t size = bytes_of(x) / (size_t)count_of(x);
         const tensor *embeddings[] = {x, p->y, p->saved};

@@ -3,6 +3,7 @@ values."""
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 EMBEDDING_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 INTEGER_DTYPES = {
@@ -17,6 +18,7 @@ INTEGER_DTYPES = {
 }
 POSITION_DTYPES = EMBEDDING_DTYPES | INTEGER_DTYPES
 MAX_DIMS = 16
+_SEVERAL_VIEWS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
 
 
 def check_types(x: Tensor, positions: Tensor, freqs: Tensor, name: str, position_name: str) -> None:
@@ -160,6 +162,12 @@ def check_not_leaf(x: Tensor) -> None:
         raise RuntimeError(
             "a view of a leaf Variable that requires grad is being used in an in-place operation."
         )
+    if x._base is not None and x.grad_fn is not None and x.grad_fn.name() in _SEVERAL_VIEWS:
+        raise RuntimeError(
+            f"Output of {x.grad_fn.name()} is a view and is being modified inplace. This view is the output "
+            "of a function that returns multiple views. Such functions do not allow the output views to be "
+            "modified inplace. You should replace the inplace operation by an out-of-place one"
+        )
 
 
 def _byte_dims(x: Tensor) -> list[tuple[int, int]]:
@@ -200,7 +208,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether an element of ``x`` and one of ``y`` share memory; False where there are no addresses."""
-    if x.is_meta or torch.compiler.is_compiling():
+    if x.is_meta or torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return False
     if not x.numel() or not y.numel() or x.device != y.device:
         return False

@@ -10,6 +10,9 @@ The CPU kernels come from C (csrc/torch_ops.c), where the order of the arguments
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C, reference  # noqa: F401  (_C registers the kernels)
 
@@ -160,7 +163,7 @@ def _calculate_angles_fake(positions, freqs):
     return freqs.new_empty((*positions.shape[:-1], *freqs.shape[-2:]))
 
 
-def _calculate_angles_definition(positions, freqs):
+def calculate_angles_definition(positions, freqs):
     _check_devices(positions, freqs)
     wide = reference.wide_dtype(freqs.device)
     freqs_wide = freqs.to(wide).sum(1)
@@ -208,7 +211,7 @@ _operator(
 _operator(
     "(Tensor positions, Tensor freqs) -> Tensor",
     _calculate_angles_fake,
-    _calculate_angles_definition,
+    calculate_angles_definition,
     "_calculate_angles",
     "calculate_rope",
 )
@@ -222,3 +225,13 @@ rotate_ = torch.ops.nd_rotary._rotate_.default._op
 rotate_backward = torch.ops.nd_rotary._rotate_backward.default._op
 rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.default
 apply_rope = torch.ops.nd_rotary.apply_rope.default
+
+
+def needs_definition(*tensors: Tensor) -> bool:
+    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses,
+    whose rules for PyTorch's own operators are what makes them work."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+        return True
+    return any(is_traceable_wrapper_subclass(t) for t in tensors)

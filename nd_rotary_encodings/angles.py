@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _autograd  # noqa: F401  (registers the operators and their derivatives)
+from . import _autograd, _ops, reference  # noqa: F401  (_autograd registers derivatives)
 
 
 def _check_real(tensor: Tensor, name: str) -> None:
@@ -84,6 +84,13 @@ def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
             )
 
 
+def _rotate(embeddings: Tensor, rope_encoding: Tensor) -> Tensor:
+    if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
+        if _ops.needs_definition(embeddings, rope_encoding):
+            return reference.rotate_by_angles(embeddings, rope_encoding).contiguous()
+    return torch.ops.nd_rotary.rotate_embeddings(embeddings, rope_encoding)
+
+
 def calculate_rope(positions: Tensor, rope_freqs: Tensor) -> Tensor:
     """The angles of all pairs, summed over axes and frequency groups.
 
@@ -98,6 +105,9 @@ def calculate_rope(positions: Tensor, rope_freqs: Tensor) -> Tensor:
         ValueError: if dims or the number of axes don't fit.
     """
     _check_freqs(positions, rope_freqs)
+    if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
+        if _ops.needs_definition(positions, rope_freqs):
+            return _ops.calculate_angles_definition(positions, rope_freqs)
     return torch.ops.nd_rotary.calculate_rope(positions, rope_freqs)
 
 
@@ -171,7 +181,7 @@ def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd:
     """
     _check_angles(embeddings, rope_encoding)
     if needs_autograd:
-        return torch.ops.nd_rotary.rotate_embeddings(embeddings, rope_encoding)
+        return _rotate(embeddings, rope_encoding)
     if torch.is_grad_enabled() and embeddings.requires_grad and embeddings.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     torch.ops.nd_rotary._rotate_by_angles_(embeddings, rope_encoding)
@@ -218,7 +228,7 @@ def rotate_embeddings_backward(
     if not needs_grad_embeddings and not needs_grad_rope_encoding:
         return grad_embeddings, grad_rope_encoding
     if needs_autograd:
-        rotated = torch.ops.nd_rotary.rotate_embeddings(grad, -rope_encoding)
+        rotated = _rotate(grad, -rope_encoding)
         if needs_grad_rope_encoding:
             dtype = torch.promote_types(embeddings.dtype, torch.float32)
             x, g = embeddings.to(dtype), rotated.to(dtype)

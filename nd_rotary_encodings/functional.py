@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _autograd, _ops, reference
 from ._checks import check_apply_rope, check_in_place, check_not_leaf
@@ -40,16 +39,6 @@ def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
     )
 
 
-def _needs_definition(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
-    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses,
-    whose rules for PyTorch's own operators are what makes them work."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
-    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
-        return True
-    return any(is_traceable_wrapper_subclass(t) for t in (x, positions, freqs))
-
-
 def _records(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or positions.requires_grad or freqs.requires_grad)
 
@@ -69,15 +58,16 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
     """``apply_rope`` after its checks."""
     if is_plain(x, positions, freqs):
         return rotate_plain(x, positions, freqs, settings)
-    if _needs_definition(x, positions, freqs):
+    if _ops.needs_definition(x, positions, freqs):
         return reference.apply_rope(x, positions, freqs, *settings)
     return _ops.apply_rope(x, positions, freqs, *settings)
 
 
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
-    if _needs_definition(x, positions, freqs):
-        return x.copy_(reference.apply_rope(x, positions, freqs, *settings))
+    if _ops.needs_definition(x, positions, freqs):
+        # of a clone, as the definition's backward needs the values that are overwritten
+        return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         if _records(x, positions, freqs):
             return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))

@@ -337,6 +337,11 @@ ROTATION = {
     "layout 2.0": ((X, P, F), {"layout": 2.0}, NAME + "2.0"),
     "layout 0": ((X, P, F), {"layout": 0}, NUMBER + "0"),
     "layout odd": ((X, P, F), {"layout": 1}, NUMBER + "1"),
+    "layout odd, though it divides": (
+        (t(5, 2, 12), P, t(2, 2, 6)),
+        {"layout": 3},
+        "Expected layout as a number to be even and to divide the rotated channels (12), got 3",
+    ),
     "layout negative": ((X, P, F), {"layout": -4}, NUMBER + "-4"),
     "layout that does not divide": ((X, P, F), {"layout": 6}, NUMBER + "6"),
     "layout too large": ((X, P, F), {"layout": 16}, NUMBER + "16"),

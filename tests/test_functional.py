@@ -359,6 +359,15 @@ def test_explicit_gradients_of_half_precision_are_rounded_once(dtype, needs_auto
     torch.testing.assert_close(actual[1].double(), expected[1], rtol=0, atol=16 * eps)
 
 
+@pytest.mark.parametrize("needs_autograd", [True, False])
+def test_explicit_gradients_have_the_dtypes_of_the_operands_whatever_the_gradient_has(needs_autograd):
+    embeddings, angles, g = torch.randn(5, 2, 8), double(5, 2, 4), torch.randn(5, 2, 8)
+    expected = rotate_embeddings_backward(g, embeddings, angles, needs_autograd=needs_autograd)
+    actual = rotate_embeddings_backward(g.double(), embeddings, angles, needs_autograd=needs_autograd)
+    assert [t.dtype for t in actual] == [torch.float32, torch.float64]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def test_explicit_gradients_are_differentiable():
     inputs = [leaf(double(3, 2, 4)), leaf(double(3, 2, 4)), leaf(double(3, 1, 2))]
     assert torch.autograd.gradcheck(lambda *args: rotate_embeddings_backward(*args), inputs)

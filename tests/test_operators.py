@@ -159,6 +159,15 @@ def test_opcheck_of_the_raw_angles(name):
     opcheck_raw(ops._calculate_angles.default, ANGLES[name](), name == "strides")
 
 
+def test_operators_say_that_they_take_any_strides():
+    """Else Inductor copies tensors into the strides that it traced."""
+    public = (ops.apply_rope, ops.rotate_embeddings, ops.calculate_rope)
+    rotations = (ops._rotate, ops._rotate_, ops._rotate_backward)
+    by_angles = (ops._rotate_by_angles, ops._rotate_by_angles_, ops._rotate_by_angles_backward)
+    for op in (*public, *rotations, *by_angles, ops._calculate_angles):
+        assert torch.Tag.flexible_layout in op.default.tags
+
+
 # ---- fake kernels and definitions against the kernels in C
 
 
@@ -684,6 +693,10 @@ ROTATION_ERRORS = {
     "offset near overflow": ((x(), P, F, 0, 2, 2**63 - 4), "must lie inside the head"),
     "block of 0": ((x(), P, F, 0, 0), "whole blocks of an even number"),
     "block of 3": ((x(), P, F, 0, 3), "whole blocks of an even number"),
+    "block of 3 that divides": (
+        (x(3, 2, 12), P, torch.ones(2, 2, 6), 0, 3),
+        "whole blocks of an even number",
+    ),
     "block of 6": ((x(), P, F, 0, 6), "whole blocks of an even number"),
     "block negative": ((x(), P, F, 0, -2), "whole blocks of an even number"),
     "block near overflow": ((x(), P, F, 0, 2**62), "whole blocks of an even number"),

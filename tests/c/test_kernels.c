@@ -557,6 +557,7 @@ int main(void) {
         p.tokens[0] = 2, p.tokens[1] = 3, p.repeats[0] = p.repeats[1] = 9;
         run_problem(&p, &fast);
         if (n != ROPE_F64) continue;
+        p.position_dtype = ROPE_I16; /* without gradients: those of the frequencies are wanted then */
         p.pairs = 2048, p.tokens[1] = 66, p.repeats[0] = p.repeats[1] = 1;
         run_problem(&p, &fast);
     }
