@@ -74,12 +74,22 @@ static inline double rope_read(const void *data, rope_dtype dtype, int64_t index
     return 0;
 }
 
+/* To the neighbor with an odd last bit where float32 doesn't hold the value: rounding that to a half type then gives
+ * what rounding the value once would. */
+static inline float rope_f64_to_odd_f32(double value) {
+    const float near = (float)value;
+    const uint32_t bits = rope_f32_to_bits(near);
+    if ((double)near == value || value != value || bits & 1 || (bits & 0x7fffffff) == 0x7f800000) return near;
+    const int too_large = value < 0 ? (double)near < value : (double)near > value;
+    return rope_bits_to_f32(too_large ? bits - 1 : bits + 1);
+}
+
 static inline void rope_write(void *data, rope_dtype dtype, int64_t index, double value) {
     switch (dtype) {
     case ROPE_F32: ((float *)data)[index] = (float)value; break;
     case ROPE_F64: ((double *)data)[index] = value; break;
-    case ROPE_F16: ((uint16_t *)data)[index] = rope_f32_to_f16((float)value); break;
-    case ROPE_BF16: ((uint16_t *)data)[index] = rope_f32_to_bf16((float)value); break;
+    case ROPE_F16: ((uint16_t *)data)[index] = rope_f32_to_f16(rope_f64_to_odd_f32(value)); break;
+    case ROPE_BF16: ((uint16_t *)data)[index] = rope_f32_to_bf16(rope_f64_to_odd_f32(value)); break;
     default: break; /* only floating tensors have gradients */
     }
 }

@@ -154,7 +154,7 @@ def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str
 
 def check_not_leaf(x: Tensor) -> None:
     """PyTorch's own rule and words, before anything is written rather than after."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return
     if x.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -208,7 +208,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether an element of ``x`` and one of ``y`` share memory; False where there are no addresses."""
-    if x.is_meta or torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or not x.data_ptr():
         return False
     if not x.numel() or not y.numel() or x.device != y.device:
         return False

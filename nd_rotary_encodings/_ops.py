@@ -48,7 +48,7 @@ def _check_devices(first: Tensor, *others: Tensor) -> None:
 
 def _like(x: Tensor, shape) -> Tensor:
     """An empty tensor with the strides of ``x`` where it has that shape and is dense, else contiguous."""
-    if tuple(x.shape) == tuple(shape):
+    if x.ndim == len(shape) and tuple(x.shape) == tuple(shape):
         like = torch.empty_like(x)
         if like.stride() == x.stride():
             return like
@@ -230,8 +230,10 @@ apply_rope = torch.ops.nd_rotary.apply_rope.default
 def needs_definition(*tensors: Tensor) -> bool:
     """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses,
     whose rules for PyTorch's own operators are what makes them work."""
+    if forward_ad._current_level >= 0:
+        return True
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return True
     return any(is_traceable_wrapper_subclass(t) for t in tensors)

@@ -228,7 +228,9 @@ class RoPEEncodingND(nn.Module):
 
     def _forward_only(self, query, query_pos, key, key_pos, freqs):
         requires_grad = (t is not None and t.requires_grad for t in (query, query_pos, key, key_pos))
-        if torch.is_grad_enabled() and not self._warned_of_detaching and any(requires_grad):
+        if torch.compiler.is_compiling():
+            pass  # a warning would break the graph
+        elif torch.is_grad_enabled() and not self._warned_of_detaching and any(requires_grad):
             self._warned_of_detaching = True
             warnings.warn(
                 "forward_only=True with an input that requires grad: the result is detached. "
@@ -287,7 +289,8 @@ class RoPEEncodingND(nn.Module):
             ValueError: If a last dim is wrong or the leading dims don't broadcast.
         """
         shape, position_shape = query_or_key.shape, query_or_key_pos.shape
-        if shape[:-1] != position_shape[:-1]:
+        # lengths first: sizes of different dims may not be compared, or torch.export would pin them
+        if len(shape) != len(position_shape) or shape[:-1] != position_shape[:-1]:
             check_broadcast(
                 shape[:-1], position_shape[:-1], "query_or_key", "query_or_key_pos", shape, position_shape
             )

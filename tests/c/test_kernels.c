@@ -265,7 +265,7 @@ static void expect_results(const rope_args *args, buffer *b) {
             for (int k = 0; k < 3; k++)
                 base[k] = at(dims, size, rows[k]->token, t) + h * rows[k]->head +
                           at(args->repeat_dims, args->repeat_size, rows[k]->repeat, r);
-#define CHANNEL(k, d) (base[k] + (d)*rows[k]->channel)
+#define CHANNEL(k, d) (base[k] + (d) * rows[k]->channel)
             const int64_t d0 = args->rotary_offset + i / half * args->block + i % half, d1 = d0 + half;
             const long double x0 = value(&b[X], b[X].before, CHANNEL(X, d0));
             const long double x1 = value(&b[X], b[X].before, CHANNEL(X, d1));
