@@ -394,9 +394,9 @@ def test_error_texts(changes, message):
 
 
 def test_error_texts_of_mixed():
-    with pytest.raises(ValueError, match="^head_dim must be even for RoPE, got 65"):
+    with pytest.raises(ValueError, match=r"^head_dim must be even for RoPE, got 65"):
         init_2d_freqs_rope_mixed(65, 8)
-    with pytest.raises(ValueError, match="^Expected dtype to be a floating-point type, got torch.int32"):
+    with pytest.raises(ValueError, match=r"^Expected dtype to be a floating-point type, got torch.int32"):
         init_2d_freqs_rope_mixed(64, 8, dtype=torch.int32)
 
 

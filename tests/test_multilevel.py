@@ -63,7 +63,7 @@ def test_unknown_pattern(name):
 
 
 def test_pattern_needs_a_spatial_axis():
-    with pytest.raises(ValueError, match="^Expected position_dim to be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"^Expected position_dim to be at least 1, got 0"):
         get_multilevel_freq_group_pattern(0, "single")
 
 
