@@ -9,7 +9,7 @@
 /* Angles per token are padded to this many entries and one more block, so that two whole vectors stay inside. */
 #define ROPE_PAD 16
 #define ROPE_REPEATS_TOGETHER 4 /* streams of memory that hardware prefetchers follow */
-#define ROPE_LINE 64 /* bytes of a cache line, and of the widest vector */
+#define ROPE_LINE 64            /* bytes of a cache line, and of the widest vector */
 #define ROPE_ANGLE_LIMIT_F32 0x1p21
 #define ROPE_ANGLE_LIMIT_F64 0x1p30
 
