@@ -9,6 +9,7 @@ JOBS ?= 2
 
 .PHONY: demo test test-arm sanitize lint format bench wheel clean
 
+# Writes demo.png
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
 
@@ -18,7 +19,7 @@ test: $(VENV)/test
 
 # The kernels' own tests, as AArch64 code under emulation
 test-arm:
-	command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || \
+	command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || \
 		{ apt-get update -q && apt-get install -y -q gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; }
 	$(MAKE) -C tests/c arm
 
