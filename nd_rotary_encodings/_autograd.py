@@ -1,4 +1,4 @@
-"""Derivatives of the rotations: one set of formulas behind eager mode, ``torch.compile`` and direct op calls.
+"""Gradients of the rotations: one set of formulas behind eager mode, transforms, compilers and operators.
 
 A rotation is orthogonal, so its backward needs the output ``y``, which attention keeps anyway, and never the
 input: with ``g = dL/dy``, ``dL/dx`` is the inverse rotation of ``g`` and ``dL/dangle = g1 y0 - g0 y1``.
@@ -7,8 +7,9 @@ input: with ``g = dL/dy``, ``dL/dx`` is the inverse rotation of ``g`` and ``dL/d
 import torch
 from torch import Tensor
 
-from . import _ops
-from .reference import pair_channels
+from . import _ops, _routes, reference
+from ._ops import inverse_of
+from .reference import heads_last, pair_channels
 
 
 def _axis_sums(
@@ -29,30 +30,26 @@ def _axis_sums(
     return grad_positions, grad_freqs
 
 
-def gradients_by_definition(
-    grad: Tensor, y: Tensor, positions: Tensor, freqs: Tensor, settings, needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The backward of the rotation in differentiable steps, for double backward and devices without a
-    kernel."""
-    from . import functional
+def rotated_pairs(x: Tensor, pairs: int, settings: tuple) -> tuple[Tensor, Tensor]:
+    """The channels ``[..., N, H, F]`` of each pair that is rotated, in float32 at least."""
+    heads, block, rotary_offset, prefix, head_dim_first, _ = settings
+    x = heads_last(x, heads, head_dim_first)
+    if prefix:
+        x = x[..., prefix:, :, :]
+    return pair_channels(x.to(torch.promote_types(x.dtype, torch.float32)), pairs, block, rotary_offset)
 
-    heads, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse = settings
-    grad_x = None
-    if needs[0]:
-        grad_x = functional.rotate_any(grad, positions, freqs, (*settings[:-1], not inverse))
+
+def gradients_by_definition(
+    grad: Tensor, y: Tensor, positions: Tensor, freqs: Tensor, settings: tuple, needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The backward of the rotation in plain PyTorch, for devices without a kernel."""
+    grad_x = reference.apply_rope(grad, positions, freqs, *inverse_of(settings)) if needs[0] else None
     if not (needs[1] or needs[2]):
         return grad_x, None, None
-    if heads:
-        grad, y = grad.unflatten(-1, (heads, -1)), y.unflatten(-1, (heads, -1))
-    if head_dim_first:
-        grad, y = grad.transpose(-3, -2), y.transpose(-3, -2)
-    if num_prefix_tokens:
-        grad, y = grad[..., num_prefix_tokens:, :, :], y[..., num_prefix_tokens:, :, :]
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    g0, g1 = pair_channels(grad.to(dtype), freqs.shape[-1], block, rotary_offset)
-    y0, y1 = pair_channels(y.to(dtype), freqs.shape[-1], block, rotary_offset)
+    g0, g1 = rotated_pairs(grad, freqs.shape[-1], settings)
+    y0, y1 = rotated_pairs(y, freqs.shape[-1], settings)
     angle_grad = g1 * y0 - g0 * y1
-    return grad_x, *_axis_sums(-angle_grad if inverse else angle_grad, positions, freqs, needs[1:])
+    return grad_x, *_axis_sums(-angle_grad if settings[-1] else angle_grad, positions, freqs, needs[1:])
 
 
 def _sum_to(shape: torch.Size, grad: Tensor, settings) -> Tensor:
@@ -66,22 +63,16 @@ def _sum_to(shape: torch.Size, grad: Tensor, settings) -> Tensor:
 
 
 def gradients(
-    grad: Tensor, y: Tensor | None, positions: Tensor, freqs: Tensor, settings, needs, x_shape
+    grad: Tensor, y: Tensor | None, positions: Tensor, freqs: Tensor, settings: tuple, needs, x_shape
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``(dL/dx, dL/dpositions, dL/dfreqs)``, None where not needed. ``y`` is only read for the latter two."""
     if y is None:
         y = grad
-    if torch.is_grad_enabled():
-        results = gradients_by_definition(grad, y, positions, freqs, settings, needs)
-    elif needs[1] or needs[2]:
-        results = _ops.rotate_backward(grad, y, positions, freqs, *settings, *needs)
-        results = tuple(r if need else None for r, need in zip(results, needs, strict=True))
-    else:
-        results = (_ops.rotate(grad, positions, freqs, *settings[:-1], not settings[-1]), None, None)
-    grad_x = results[0]
+    results = _routes.rotate_backward_any(grad, y, positions, freqs, settings, needs)
+    grad_x, grad_positions, grad_freqs = results
     if grad_x is not None and grad_x.shape != x_shape:
         grad_x = _sum_to(x_shape, grad_x, settings)
-    return grad_x, results[1], results[2]
+    return grad_x, grad_positions, grad_freqs
 
 
 class Rotate(torch.autograd.Function):
@@ -107,11 +98,8 @@ class Rotate(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         y, positions, freqs = ctx.saved_tensors
-        return (
-            *gradients(grad, y, positions, freqs, ctx.settings, ctx.needs_input_grad[:3], ctx.x_shape),
-            None,
-            None,
-        )
+        needs = ctx.needs_input_grad[:3]
+        return *gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None, None
 
 
 def _apply_rope_setup(ctx, inputs, output):

@@ -10,9 +10,6 @@ The CPU kernels come from C (csrc/torch_ops.c), where the order of the arguments
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C, reference  # noqa: F401  (_C registers the kernels)
 
@@ -218,6 +215,11 @@ _operator(
 
 DEFAULT_SETTINGS = (0, 2, 0, 0, False, False)
 
+
+def inverse_of(settings: tuple) -> tuple:
+    return (*settings[:-1], not settings[-1])
+
+
 # For eager code: `_op` is the call without its Python frame. Default settings are cheaper left out than
 # parsed.
 rotate = torch.ops.nd_rotary._rotate.default._op
@@ -225,15 +227,3 @@ rotate_ = torch.ops.nd_rotary._rotate_.default._op
 rotate_backward = torch.ops.nd_rotary._rotate_backward.default._op
 rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.default
 apply_rope = torch.ops.nd_rotary.apply_rope.default
-
-
-def needs_definition(*tensors: Tensor) -> bool:
-    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses,
-    whose rules for PyTorch's own operators are what makes them work."""
-    if forward_ad._current_level >= 0:
-        return True
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
-    if peek_interpreter_stack() is not None:
-        return True
-    return any(is_traceable_wrapper_subclass(t) for t in tensors)

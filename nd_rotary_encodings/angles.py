@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _ops, reference  # noqa: F401  (_autograd registers derivatives)
+from ._routes import is_transformed, needs_definition
+
+
+def _needs_definition(a: Tensor, b: Tensor) -> bool:
+    return is_transformed() or needs_definition(a, b)
 
 
 def _check_real(tensor: Tensor, name: str) -> None:
@@ -86,7 +91,7 @@ def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
 
 def _rotate(embeddings: Tensor, rope_encoding: Tensor) -> Tensor:
     if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
-        if _ops.needs_definition(embeddings, rope_encoding):
+        if _needs_definition(embeddings, rope_encoding):
             return reference.rotate_by_angles(embeddings, rope_encoding).contiguous()
     return torch.ops.nd_rotary.rotate_embeddings(embeddings, rope_encoding)
 
@@ -106,7 +111,7 @@ def calculate_rope(positions: Tensor, rope_freqs: Tensor) -> Tensor:
     """
     _check_freqs(positions, rope_freqs)
     if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
-        if _ops.needs_definition(positions, rope_freqs):
+        if _needs_definition(positions, rope_freqs):
             return _ops.calculate_angles_definition(positions, rope_freqs)
     return torch.ops.nd_rotary.calculate_rope(positions, rope_freqs)
 

@@ -10,6 +10,7 @@ from torch._C._functorch import peek_interpreter_stack
 from . import functional
 from ._checks import EMBEDDING_DTYPES, check_broadcast, check_in_place, check_not_leaf, check_types, overlap
 from ._ops import DEFAULT_SETTINGS
+from ._routes import is_plain, rotate_any, rotate_any_
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
 
 
@@ -200,7 +201,7 @@ class RoPEEncodingND(nn.Module):
         # the kernel checks all that _check does, and faster, except for embed_dim; only its words are worse
         if (
             self.forward_only
-            or not functional.is_plain(query, query_pos, freqs)
+            or not is_plain(query, query_pos, freqs)
             or query.shape[-1:] != (self.embed_dim,)
             or (key is not None and key.shape[-1:] != (self.embed_dim,))
         ):
@@ -224,7 +225,7 @@ class RoPEEncodingND(nn.Module):
             check_types(key, key_pos, freqs, "key", "key_pos")
 
     def _rotate(self, x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-        return functional.rotate_any(x, positions, freqs, self._settings)
+        return rotate_any(x, positions, freqs, self._settings)
 
     def _forward_only(self, query, query_pos, key, key_pos, freqs):
         requires_grad = (t is not None and t.requires_grad for t in (query, query_pos, key, key_pos))
@@ -254,7 +255,7 @@ class RoPEEncodingND(nn.Module):
                     )
                 rotated = [x for x, _ in pairs]
                 for x, positions in pairs:
-                    functional.rotate_any_(x, positions, freqs, self._settings)
+                    rotate_any_(x, positions, freqs, self._settings)
         return rotated[0] if key is None else (rotated[0], rotated[1])
 
     def _check_positions(self, positions: Tensor) -> None:

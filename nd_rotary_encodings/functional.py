@@ -1,12 +1,9 @@
 """Rotary embeddings as functions: by positions and frequencies here, by given angles in angles.py."""
 
-import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 
-from . import _autograd, _ops, reference
 from ._checks import check_apply_rope, check_in_place, check_not_leaf
+from ._routes import is_plain, rotate_any, rotate_any_, rotate_plain
 from .angles import calculate_rope, calculate_rope_backward, rotate_embeddings, rotate_embeddings_backward
 
 __all__ = [
@@ -18,66 +15,6 @@ __all__ = [
     "rotate_embeddings",
     "rotate_embeddings_backward",
 ]
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
-    """Whether this is eager code on plain tensors: no tracing, no torch.func transform, no dual or wrapped
-    tensor.
-
-    Asking for ``requires_grad`` alone would send a dual tensor to an operator that drops its tangent.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
-        and peek_interpreter_stack() is None
-        and type(x) in _PLAIN_TYPES
-        and type(positions) in _PLAIN_TYPES
-        and type(freqs) in _PLAIN_TYPES
-    )
-
-
-def _records(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or positions.requires_grad or freqs.requires_grad)
-
-
-def rotate_plain(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
-    """``apply_rope`` where :func:`is_plain`. Unchecked: errors are RuntimeErrors of the kernel."""
-    if _records(x, positions, freqs):
-        return _autograd.Rotate.apply(x, positions, freqs, settings, False)
-    if settings == _ops.DEFAULT_SETTINGS:
-        return _ops.rotate(x, positions, freqs)
-    if settings[1:] == _ops.DEFAULT_SETTINGS[1:]:
-        return _ops.rotate(x, positions, freqs, settings[0])
-    return _ops.rotate(x, positions, freqs, *settings)
-
-
-def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
-    """``apply_rope`` after its checks."""
-    if is_plain(x, positions, freqs):
-        return rotate_plain(x, positions, freqs, settings)
-    if _ops.needs_definition(x, positions, freqs):
-        return reference.apply_rope(x, positions, freqs, *settings)
-    return _ops.apply_rope(x, positions, freqs, *settings)
-
-
-def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
-    """``apply_rope_`` after its checks."""
-    if _ops.needs_definition(x, positions, freqs):
-        # of a clone, as the definition's backward needs the values that are overwritten
-        return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        if _records(x, positions, freqs):
-            return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
-        torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
-        return x
-    if _records(x, positions, freqs):
-        return _autograd.Rotate.apply(x, positions, freqs, settings, True)
-    _ops.rotate_(x, positions, freqs, *settings)
-    torch.autograd.graph.increment_version(x)
-    return x
 
 
 def apply_rope(

@@ -823,6 +823,59 @@ def test_vmap_is_a_loop(in_dims, options):
     torch.testing.assert_close(actual, torch.stack(rows), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ([(3, 2, 4), (6, 3, 2), (2, 2, 2)], {}),
+        ([(6, 3, 2, 4), (2,), (2, 2, 2)], {}),
+        ([(2, 3, 4), (6, 3, 2), (2, 1, 1)], {"head_dim_first": True, "rotary_offset": 1}),
+        ([(5, 2, 4), (6, 3, 2), (2, 1, 2)], {"num_prefix_tokens": 2}),
+        ([(6, 2, 5, 4), (3, 2), (2, 1, 2)], {"num_prefix_tokens": 2, "head_dim_first": True}),
+    ],
+    ids=["x with fewer dims", "positions with fewer", "heads first", "prefix", "prefix, heads first"],
+)
+@pytest.mark.parametrize("in_dims", IN_DIMS[:7], ids=str)
+def test_vmap_keeps_the_dims_of_an_entry_aligned(in_dims, shapes, options):
+    inputs = [
+        double(*shape) if dim is None else double(4, *shape)
+        for shape, dim in zip(shapes, in_dims, strict=True)
+    ]
+    actual = vmap(lambda *args: apply_rope(*args, **options), in_dims)(*inputs)
+    for i in range(4):
+        entry = (x if dim is None else x[i] for x, dim in zip(inputs, in_dims, strict=True))
+        expected = apply_rope(*entry, **options)
+        torch.testing.assert_close(actual[i], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_dims", IN_DIMS[:7], ids=str)
+def test_vmap_of_an_empty_batch(in_dims):
+    shapes = [(3, 2, 4), (3, 2), (2, 2, 2)]
+    inputs = [
+        double(*shape) if dim is None else double(0, *shape)
+        for shape, dim in zip(shapes, in_dims, strict=True)
+    ]
+    assert vmap(apply_rope, in_dims)(*inputs).shape == (0, 3, 2, 4)
+    gradients = vmap(grad(scalar, argnums=(0, 1, 2)), in_dims)(*inputs)
+    assert [g.shape for g in gradients] == [(0, *shape) for shape in shapes]
+
+
+def test_transforms_have_the_bits_of_eager_mode():
+    """They use the kernels; plain PyTorch would round elsewhere."""
+    x, positions, freqs = torch.randn(5, 30, 2, 16), torch.randn(5, 30, 2) * 9, torch.randn(2, 2, 8)
+    g = torch.randn(5, 30, 2, 16)
+    leaves = [t.clone().requires_grad_() for t in (x, positions, freqs)]
+    y = apply_rope(*leaves)
+    y.backward(g)
+    assert torch.equal(vmap(apply_rope, (0, 0, None))(x, positions, freqs), y)
+    primal, pull_back = vjp(apply_rope, x, positions, freqs)
+    assert torch.equal(primal, y)
+    for actual, leaf in zip(pull_back(g), leaves, strict=True):
+        assert torch.equal(actual, leaf.grad)
+    primal, tangent = jvp(lambda x: apply_rope(x, positions, freqs), (x,), (g,))
+    assert torch.equal(primal, y)
+    assert torch.equal(tangent, apply_rope(g, positions, freqs))
+
+
 def test_nested_vmap():
     x, positions, freqs = double(4, 5, 3, 2, 4), double(5, 3, 2), double(4, 2, 2, 2)
     actual = vmap(vmap(apply_rope, (0, 0, None)), (0, None, 0))(x, positions, freqs)

@@ -1,0 +1,111 @@
+"""Which way a rotation goes: eager kernel, autograd Function, operator for tracing, or plain PyTorch."""
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from . import _autograd, _ops, _transforms, reference
+from ._ops import inverse_of
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or a level of dual numbers is active.
+
+    Asking for ``requires_grad`` alone would send a dual tensor to an operator that drops its tangent. (What
+    Dynamo sees of ``peek_interpreter_stack`` is never None itself, only of its type.)
+    """
+    return forward_ad._current_level >= 0 or not isinstance(peek_interpreter_stack(), type(None))
+
+
+def is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def needs_definition(*tensors: Tensor) -> bool:
+    """Whether the operators can't be used: by transforms inside ``torch.compile``, and for wrapper
+    subclasses, whose rules for PyTorch's own operators are what makes them work."""
+    if is_traced():
+        return is_transformed()
+    return any(is_traceable_wrapper_subclass(t) for t in tensors)
+
+
+def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
+    """Whether this is eager code on plain tensors: no tracing, no transform, no dual or wrapped tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and peek_interpreter_stack() is None
+        and type(x) in _PLAIN_TYPES
+        and type(positions) in _PLAIN_TYPES
+        and type(freqs) in _PLAIN_TYPES
+    )
+
+
+def _records(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or positions.requires_grad or freqs.requires_grad)
+
+
+def rotate_plain(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
+    """``apply_rope`` where :func:`is_plain`. Unchecked: errors are RuntimeErrors of the kernel."""
+    if _records(x, positions, freqs):
+        return _autograd.Rotate.apply(x, positions, freqs, settings, False)
+    if settings == _ops.DEFAULT_SETTINGS:
+        return _ops.rotate(x, positions, freqs)
+    if settings[1:] == _ops.DEFAULT_SETTINGS[1:]:
+        return _ops.rotate(x, positions, freqs, settings[0])
+    return _ops.rotate(x, positions, freqs, *settings)
+
+
+def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
+    """``apply_rope`` after its checks."""
+    if is_plain(x, positions, freqs):
+        return rotate_plain(x, positions, freqs, settings)
+    if needs_definition(x, positions, freqs):
+        return reference.apply_rope(x, positions, freqs, *settings)
+    if is_transformed():
+        return _transforms.RotateTransformed.apply(x, positions, freqs, settings)
+    return _ops.apply_rope(x, positions, freqs, *settings)
+
+
+def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
+    """``apply_rope_`` after its checks."""
+    if needs_definition(x, positions, freqs):
+        # of a clone, as the definition's backward needs the values that are overwritten
+        return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
+    if is_transformed():
+        return x.copy_(rotate_any(x, positions, freqs, settings))
+    if is_traced():
+        if _records(x, positions, freqs):
+            return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
+        torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
+        return x
+    if _records(x, positions, freqs):
+        return _autograd.Rotate.apply(x, positions, freqs, settings, True)
+    _ops.rotate_(x, positions, freqs, *settings)
+    torch.autograd.graph.increment_version(x)
+    return x
+
+
+def backward_op(tensors: tuple[Tensor, ...], settings: tuple, needs):
+    """From ``(grad, y, positions, freqs)`` the gradients of ``x``, broadcast as ``y``, of ``positions`` and
+    ``freqs``; empty where not needed."""
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if differentiable or (is_transformed() and not is_traced()):
+        return _transforms.RotateBackward.apply(*tensors, settings, needs)
+    return _ops.rotate_backward(*tensors, *settings, *needs)
+
+
+def rotate_backward_any(
+    grad: Tensor, y: Tensor, positions: Tensor, freqs: Tensor, settings: tuple, needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of :func:`backward_op`, None where not needed."""
+    if needs[1] or needs[2]:
+        results = backward_op((grad, y, positions, freqs), settings, needs)
+        grad_x, grad_positions, grad_freqs = (r if n else None for r, n in zip(results, needs, strict=True))
+        return grad_x, grad_positions, grad_freqs
+    return rotate_any(grad, positions, freqs, inverse_of(settings)) if needs[0] else None, None, None
