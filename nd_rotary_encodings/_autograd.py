@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _ops, _routes, reference
 from ._ops import inverse_of
-from .reference import heads_last, pair_channels
+from .reference import heads_last, pair_channels, queries_and_keys
 
 
 def _axis_sums(
@@ -100,6 +100,42 @@ class Rotate(torch.autograd.Function):
         y, positions, freqs = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         return *gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None, None
+
+
+class RotatePacked(torch.autograd.Function):
+    """The rotation of queries and keys inside ``packed``, whose shape as a projection is ``shape``.
+
+    A Function of all three, as that of a part would have autograd copy the whole projection and its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, packed, shape, positions, freqs, settings):
+        part = queries_and_keys(packed.view(shape), settings[4])
+        torch.ops.nd_rotary._rotate_(part, positions, freqs, *settings)
+        ctx.mark_dirty(packed)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(packed if needs[2] or needs[3] else None, positions, freqs)
+        ctx.shape, ctx.settings = shape, settings
+        return packed
+
+    @staticmethod
+    def backward(ctx, grad):
+        packed, positions, freqs = ctx.saved_tensors
+        head_dim_first, grad_packed = ctx.settings[4], grad.reshape(ctx.shape)
+        grad_positions = grad_freqs = None
+        if packed is not None:
+            part = queries_and_keys(grad_packed, head_dim_first)
+            y = queries_and_keys(packed.view(ctx.shape), head_dim_first)
+            needs = (False, *ctx.needs_input_grad[2:4])
+            _, grad_positions, grad_freqs = _routes.rotate_backward_any(
+                part, y, positions, freqs, ctx.settings, needs
+            )
+        if not ctx.needs_input_grad[0]:
+            return None, None, grad_positions, grad_freqs, None
+        grad_packed = grad_packed.clone(memory_format=torch.contiguous_format)
+        part = queries_and_keys(grad_packed, head_dim_first)
+        _routes.rotate_any_(part, positions, freqs, inverse_of(ctx.settings))
+        return grad_packed.view(grad.shape), None, grad_positions, grad_freqs, None
 
 
 def _apply_rope_setup(ctx, inputs, output):

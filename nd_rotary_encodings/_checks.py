@@ -135,6 +135,24 @@ def check_apply_rope(
     return block
 
 
+def check_apply_rope_(
+    x: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    layout: str | int,
+    rotary_offset: int,
+    num_prefix_tokens: int,
+    head_dim_first: bool,
+) -> int:
+    """All rules of ``apply_rope_``; returns and raises as :func:`check_apply_rope`."""
+    block = check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
+    lead = [*x.shape[:-3], x.shape[-2]] if head_dim_first else list(x.shape[:-2])
+    if num_prefix_tokens:
+        lead[-1] -= num_prefix_tokens
+    check_in_place(x, lead, positions.shape[:-1], "x", "positions")
+    return block
+
+
 def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str) -> None:
     """What writing to ``x`` needs: one element per place in memory, and no broadcasting of ``x``."""
     if len(position_lead) > len(lead) or any(

@@ -224,6 +224,6 @@ def inverse_of(settings: tuple) -> tuple:
 # parsed.
 rotate = torch.ops.nd_rotary._rotate.default._op
 rotate_ = torch.ops.nd_rotary._rotate_.default._op
-rotate_backward = torch.ops.nd_rotary._rotate_backward.default._op
+rotate_backward = torch.ops.nd_rotary._rotate_backward.default  # Dynamo traces no `_op`
 rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.default
 apply_rope = torch.ops.nd_rotary.apply_rope.default

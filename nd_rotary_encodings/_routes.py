@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _autograd, _ops, _transforms, reference
 from ._ops import inverse_of
+from .reference import queries_and_keys
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -89,6 +90,28 @@ def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) ->
     _ops.rotate_(x, positions, freqs, *settings)
     torch.autograd.graph.increment_version(x)
     return x
+
+
+def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
+    """``apply_rope_qkv_`` after its checks."""
+    if (
+        not _records(qkv, positions, freqs)
+        or is_transformed()
+        or torch._C._get_tracing_state() is not None
+        or needs_definition(qkv, positions, freqs)
+    ):
+        rotate_any_(queries_and_keys(qkv, settings[4]), positions, freqs, settings)
+        return qkv
+    base = qkv if torch.compiler.is_compiling() else qkv._base
+    if (
+        base is None
+        or base is qkv
+        or base.numel() != qkv.numel()
+        or not (base.is_contiguous() and qkv.is_contiguous())
+    ):
+        return _autograd.RotatePacked.apply(qkv, qkv.shape, positions, freqs, settings)
+    # a view of all of a tensor (any linear layer returns one): to modify a view would cost copies of it
+    return _autograd.RotatePacked.apply(base, qkv.shape, positions, freqs, settings).view(qkv.shape)
 
 
 def backward_op(tensors: tuple[Tensor, ...], settings: tuple, needs):

@@ -7,8 +7,7 @@ With ``c`` the rate at which an angle changes, a rotated pair ``(y0, y1)`` chang
 import torch
 from torch import Tensor
 
-from . import _ops, _routes
-from ._autograd import gradients, rotated_pairs
+from . import _autograd, _ops, _routes
 from ._ops import inverse_of
 from .reference import heads_back, join_channels
 
@@ -28,7 +27,7 @@ def _quarter_turn(
     """How the rotated ``y`` changes as positions and frequencies move along tangents: ``(-y1, y0)`` times the
     rate of the angle, and zero for what isn't rotated."""
     heads, block, rotary_offset, prefix, head_dim_first, inverse = settings
-    y0, y1 = rotated_pairs(y, freqs.shape[-1], settings)
+    y0, y1 = _autograd.rotated_pairs(y, freqs.shape[-1], settings)
     products = []
     if position_tangent is not None:
         products.append((position_tangent, freqs))
@@ -89,7 +88,7 @@ class RotateTransformed(torch.autograd.Function):
             return None, None, None, None
         y, positions, freqs = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        return *gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None
+        return *_autograd.gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None
 
     @staticmethod
     def jvp(ctx, x_tangent, position_tangent, freq_tangent, _):

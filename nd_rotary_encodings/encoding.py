@@ -197,7 +197,7 @@ class RoPEEncodingND(nn.Module):
             raise ValueError("Expected key to be given where key_pos is, got key=None")
         freqs = self._joined_freqs()
         if not self._checked_positions:
-            self._check_positions(query_pos)
+            self._check_positions(query_pos, 5)
         # the kernel checks all that _check does, and faster, except for embed_dim; only its words are worse
         if (
             self.forward_only
@@ -228,17 +228,7 @@ class RoPEEncodingND(nn.Module):
         return rotate_any(x, positions, freqs, self._settings)
 
     def _forward_only(self, query, query_pos, key, key_pos, freqs):
-        requires_grad = (t is not None and t.requires_grad for t in (query, query_pos, key, key_pos))
-        if torch.compiler.is_compiling():
-            pass  # a warning would break the graph
-        elif torch.is_grad_enabled() and not self._warned_of_detaching and any(requires_grad):
-            self._warned_of_detaching = True
-            warnings.warn(
-                "forward_only=True with an input that requires grad: the result is detached. "
-                "Use forward_only=False to train, or torch.no_grad() to silence this",
-                UserWarning,
-                stacklevel=5,  # the caller of the module
-            )
+        self._warn_of_detaching(6, query, query_pos, key, key_pos)
         if self.inplace:
             for x in (query,) if key is None else (query, key):
                 check_not_leaf(x)
@@ -258,7 +248,52 @@ class RoPEEncodingND(nn.Module):
                     rotate_any_(x, positions, freqs, self._settings)
         return rotated[0] if key is None else (rotated[0], rotated[1])
 
-    def _check_positions(self, positions: Tensor) -> None:
+    def rotate_qkv_(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Rotates queries and keys inside a packed projection, in place, and leaves the values alone.
+
+        Differentiable, and the layer keeps nothing more for its backward: no copy, no unrotated projection.
+
+        Args:
+            qkv: ``[..., 3 * E]``, queries, keys and values: what ``nn.Linear(E, 3 * E)`` returns.
+            positions: ``[..., P]``, as in :meth:`forward`.
+
+        Returns:
+            ``qkv``, or a view of all of it.
+
+        Raises:
+            ValueError: If shapes, dtypes or devices don't fit.
+            RuntimeError: If ``qkv`` is a leaf that requires grad.
+
+        Warns:
+            UserWarning: As :meth:`forward`.
+        """
+        if qkv.shape[-1:] != (3 * self.embed_dim,):
+            raise ValueError(
+                f"Expected qkv to have last dim equal to 3 * embed_dim (={3 * self.embed_dim}), got shape "
+                f"{tuple(qkv.shape)}"
+            )
+        check_not_leaf(qkv)
+        if not self._checked_positions:
+            self._check_positions(positions, 3)
+        if self.forward_only:
+            self._warn_of_detaching(3, qkv, positions)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only):
+            heads = qkv.view(*qkv.shape[:-1], 3, self.n_heads, self.head_dim)
+            return functional.apply_rope_qkv_(heads, positions, self._joined_freqs()).view(qkv.shape)
+
+    def _warn_of_detaching(self, stacklevel: int, *inputs: Tensor | None) -> None:
+        if torch.compiler.is_compiling() or self._warned_of_detaching or not torch.is_grad_enabled():
+            return  # a warning would break the graph of a compiler
+        if any(t is not None and t.requires_grad for t in inputs):
+            self._warned_of_detaching = True
+            warnings.warn(
+                "forward_only=True with an input that requires grad: the result is detached. "
+                "Use forward_only=False to train, or torch.no_grad() to silence this",
+                UserWarning,
+                stacklevel=stacklevel,
+            )
+
+    def _check_positions(self, positions: Tensor, stacklevel: int) -> None:
         """Warns of normalized coordinates, where values can be read without disturbing anything."""
         if (
             torch.compiler.is_compiling()
@@ -280,7 +315,7 @@ class RoPEEncodingND(nn.Module):
                 f"[{low:.6g}, {high:.6g}]. The initial frequencies are for pixels or cells: "
                 "scale the positions, or lower rope_base_theta if this is intended",
                 UserWarning,
-                stacklevel=5,  # the caller of the module
+                stacklevel=stacklevel,
             )
 
     def shape_check(self, query_or_key: Tensor, query_or_key_pos: Tensor) -> None:

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from ._checks import check_apply_rope, check_in_place, check_not_leaf
-from ._routes import is_plain, rotate_any, rotate_any_, rotate_plain
+from ._checks import check_apply_rope, check_apply_rope_, check_not_leaf
+from ._routes import is_plain, rotate_any, rotate_any_, rotate_packed_, rotate_plain
 from .angles import calculate_rope, calculate_rope_backward, rotate_embeddings, rotate_embeddings_backward
+from .reference import queries_and_keys
 
 __all__ = [
     "apply_rope",
@@ -92,14 +93,9 @@ def apply_rope_(
             memory.
         RuntimeError: if ``x`` is a leaf that requires grad, as for any in-place operation of PyTorch.
     """
-    block = check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
-    lead = [*x.shape[:-3], x.shape[-2]] if head_dim_first else list(x.shape[:-2])
-    if num_prefix_tokens:
-        lead[-1] -= num_prefix_tokens
-    check_in_place(x, lead, positions.shape[:-1], "x", "positions")
-    return rotate_any_(
-        x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
-    )
+    block = check_apply_rope_(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
+    settings = (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+    return rotate_any_(x, positions, freqs, settings)
 
 
 def apply_rope_qkv_(
@@ -125,7 +121,7 @@ def apply_rope_qkv_(
         layout, rotary_offset, num_prefix_tokens, head_dim_first, inverse: as in :func:`apply_rope`.
 
     Returns:
-        ``qkv``.
+        ``qkv``, or a view of all of it.
 
     Raises:
         ValueError: as :func:`apply_rope_`.
@@ -136,16 +132,10 @@ def apply_rope_qkv_(
         wanted = "[..., 3, H, N, D]" if head_dim_first else "[..., N, 3, H, D]"
         raise ValueError(f"Expected qkv to have shape {wanted}, got {tuple(qkv.shape)}")
     check_not_leaf(qkv)
-    # queries and keys as one more leading dim, along which positions are shared
-    qk = qkv.narrow(at, 0, 2) if head_dim_first else qkv.narrow(at, 0, 2).transpose(-4, -3)
-    apply_rope_(
-        qk,
-        positions.unsqueeze(-3),
-        freqs,
-        layout=layout,
-        rotary_offset=rotary_offset,
-        num_prefix_tokens=num_prefix_tokens,
-        head_dim_first=head_dim_first,
-        inverse=inverse,
+    positions = positions.unsqueeze(-3)
+    part = queries_and_keys(qkv, head_dim_first)
+    block = check_apply_rope_(
+        part, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first
     )
-    return qkv
+    settings = (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
+    return rotate_packed_(qkv, positions, freqs, settings)

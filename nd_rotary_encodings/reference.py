@@ -41,6 +41,11 @@ def heads_back(y: Tensor, heads: int, head_dim_first: bool) -> Tensor:
     return y.transpose(-3, -2) if head_dim_first else y
 
 
+def queries_and_keys(qkv: Tensor, head_dim_first: bool) -> Tensor:
+    """Of ``qkv`` ``[..., N, 3, H, D]`` or ``[..., 3, H, N, D]`` queries and keys, as one more leading dim."""
+    return qkv.narrow(-4, 0, 2) if head_dim_first else qkv.narrow(-3, 0, 2).transpose(-4, -3)
+
+
 def rotate_by_angles(x: Tensor, angles: Tensor, block: int = 2, rotary_offset: int = 0) -> Tensor:
     """``x`` ``[..., H, D]`` rotated by ``angles`` ``[..., H | 1, F]``, in the dtype of ``x``."""
     pairs = angles.shape[-1]

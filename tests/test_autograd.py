@@ -14,7 +14,6 @@ import nd_rotary_encodings as nd
 from nd_rotary_encodings import RoPEEncodingND, apply_rope, apply_rope_, apply_rope_qkv_
 
 # PyTorch's own forward mode imports scripted decompositions
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 # name: shapes of x, positions and freqs, and keyword arguments
 CASES = {

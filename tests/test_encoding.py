@@ -942,15 +942,70 @@ def test_forward_only_does_not_warn_of_its_own_parameters():
     make(forward_only=True)(torch.randn(5, 24), pixels(5, 3))
 
 
+@pytest.mark.parametrize("method", ["forward", "rotate_qkv_"])
 @pytest.mark.parametrize("kind", ["normalized", "detached"])
-def test_warnings_point_at_the_callers_line(kind):
-    query, positions = torch.randn(5, 24), pixels(5, 3)
+def test_warnings_point_at_the_callers_line(kind, method):
+    x, positions = torch.randn(5, 24 if method == "forward" else 72), pixels(5, 3)
     if kind == "normalized":
         module, positions = make(), torch.rand(5, 3) * 0.9 + 0.05
     else:
-        module, query = make(forward_only=True), query.requires_grad_()
-    caught = warnings_of(lambda: module(query, positions))
+        module, x = make(forward_only=True), x.requires_grad_() * 1
+    rotate = module if method == "forward" else module.rotate_qkv_
+    caught = warnings_of(lambda: rotate(x, positions))
     assert [w.filename for w in caught] == [__file__]
+
+
+# ---- packed projections
+
+
+@every_group
+def test_packed_projection_is_rotated_as_its_queries_and_keys(options):
+    module, positions, gradient = make(**options), pixels(2, 5, 3), torch.randn(2, 5, 72)
+    qkv = torch.randn(2, 5, 72, requires_grad=True)
+    query, key = module(qkv[..., :24], positions, qkv[..., 24:48])
+    expected = torch.cat((query, key, qkv[..., 48:]), -1)
+    leaves = [qkv, *module.parameters()]
+    expected_gradients = torch.autograd.grad(expected, leaves, gradient)
+    actual = module.rotate_qkv_(qkv * 1, positions)
+    assert torch.equal(actual, expected)
+    actual_gradients = torch.autograd.grad(actual, leaves, gradient)
+    assert torch.equal(actual_gradients[0], expected_gradients[0])
+    for a, b in zip(actual_gradients[1:], expected_gradients[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_packed_projection_is_rotated_in_place(grad):
+    module, projection = make(), torch.nn.Linear(24, 72)
+    with torch.set_grad_enabled(grad):
+        qkv = projection(torch.randn(2, 5, 24))
+        version, before = qkv._version, qkv.detach().clone()
+        rotated = module.rotate_qkv_(qkv, pixels(5, 3))
+    assert rotated.data_ptr() == qkv.data_ptr()
+    assert torch.equal(rotated, qkv)
+    assert qkv._version > version
+    assert not torch.equal(rotated[..., :24], before[..., :24])
+    assert torch.equal(rotated[..., 48:], before[..., 48:])
+
+
+def test_packed_projection_itself_is_part_of_the_graph_after_its_rotation():
+    """Who goes on with the tensor passed in gets the same gradients as who takes the result."""
+    module, weight, positions = make(), torch.randn(72, 24, requires_grad=True), pixels(5, 3)
+    gradients = []
+    for use_result in (True, False):
+        qkv = torch.nn.functional.linear(torch.ones(2, 5, 24), weight, torch.zeros(72))
+        rotated = module.rotate_qkv_(qkv, positions)
+        used = rotated if use_result else qkv
+        gradients.append(torch.autograd.grad(used.sin().sum(), [weight, *module.parameters()]))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_forward_only_packed_projection_is_detached_from_the_frequencies():
+    module, qkv = make(forward_only=True), torch.randn(5, 72)
+    assert not module.rotate_qkv_(qkv, pixels(5, 3)).requires_grad
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        module.rotate_qkv_(torch.randn(5, 72, requires_grad=True), pixels(5, 3))
 
 
 # ---- helpers
@@ -1131,72 +1186,3 @@ def test_tracing_does_not_look_at_the_positions():
     torch.jit.trace(module, (torch.randn(5, 24), normalized), check_trace=False)
     with pytest.warns(UserWarning, match="potentially normalized"):
         module(torch.randn(5, 24), normalized)
-
-
-def allocated_bytes(call):
-    """Sizes of what PyTorch's CPU allocator hands out during a call."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        kept = call()
-    events = profile.profiler.kineto_results.events()
-    sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
-    del kept
-    return sum(sizes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"use_checkpointing": True}, {"forward_only": True}], ids=str)
-def test_forward_allocates_its_output_and_nothing_else(options, dtype):
-    module, query, positions = make(**options), torch.randn(8, 500, 24).to(dtype), pixels(500, 3)
-    module(query, positions)
-    assert allocated_bytes(lambda: module(query, positions)) == query.numel() * query.element_size()
-
-
-def test_in_place_allocates_nothing():
-    module = make(forward_only=True, inplace=True)
-    query, key, positions = torch.randn(8, 500, 72)[..., :24], torch.randn(8, 500, 24), pixels(500, 3)
-    module(query, positions, key)
-    assert allocated_bytes(lambda: module(query, positions, key)) == 0
-
-
-def test_backward_allocates_its_gradients_and_nothing_else():
-    module, query, positions = (
-        make(),
-        torch.randn(8, 500, 24, requires_grad=True),
-        pixels(500, 3).requires_grad_(),
-    )
-    gradient = torch.randn(8, 500, 24)
-    leaves = [query, positions, module.freqs[0]]
-    rotated = module(query, positions)
-    expected = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    assert allocated_bytes(lambda: torch.autograd.grad(rotated, leaves, gradient)) == expected
-
-
-def saved_storages(call):
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = call()
-    return saved, result
-
-
-@pytest.mark.parametrize("options", [{}, {"use_checkpointing": True}], ids=str)
-def test_training_keeps_the_output_positions_and_frequencies_only(options):
-    module = make(**options)
-    query, positions = torch.randn(8, 500, 24, requires_grad=True), pixels(500, 3).requires_grad_()
-    saved, rotated = saved_storages(lambda: module(query, positions))
-    kept = (rotated, positions, module.freqs[0])
-    assert set(saved) == {tensor.untyped_storage().data_ptr() for tensor in kept}
-    assert sum(saved.values()) == sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-
-def test_frozen_frequencies_keep_not_even_the_output():
-    module = make().requires_grad_(False)
-    query, positions = torch.randn(8, 500, 24, requires_grad=True), pixels(500, 3)
-    saved, _ = saved_storages(lambda: module(query, positions))
-    assert set(saved) == {tensor.untyped_storage().data_ptr() for tensor in (positions, module.freqs[0])}

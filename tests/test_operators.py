@@ -26,12 +26,6 @@ from nd_rotary_encodings import (
     rotate_embeddings_backward,
 )
 
-# PyTorch itself still scripts functions when it is asked to trace or to differentiate forward
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
-
 ops = torch.ops.nd_rotary
 SETTINGS = (
     0,
@@ -294,13 +288,6 @@ def test_definition_by_angles_in_place_and_backward_have_the_values_of_the_kerne
 
 
 # ---- torch.compile
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(function, backend="aot_eager", **options):
