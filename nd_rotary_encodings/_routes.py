@@ -102,16 +102,11 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
     ):
         rotate_any_(queries_and_keys(qkv, settings[4]), positions, freqs, settings)
         return qkv
-    base = qkv if torch.compiler.is_compiling() else qkv._base
-    if (
-        base is None
-        or base is qkv
-        or base.numel() != qkv.numel()
-        or not (base.is_contiguous() and qkv.is_contiguous())
-    ):
-        return _autograd.RotatePacked.apply(qkv, qkv.shape, positions, freqs, settings)
-    # a view of all of a tensor (any linear layer returns one): to modify a view would cost copies of it
-    return _autograd.RotatePacked.apply(base, qkv.shape, positions, freqs, settings).view(qkv.shape)
+    base = None if torch.compiler.is_compiling() else qkv._base
+    if base is not None and base.numel() == qkv.numel() and base.is_contiguous() and qkv.is_contiguous():
+        # a view of all of a tensor (a linear layer returns one): to modify a view costs copies in the backward
+        return _autograd.RotatePacked.apply(base, qkv.shape, positions, freqs, settings).view(qkv.shape)
+    return _autograd.RotatePacked.apply(qkv, qkv.shape, positions, freqs, settings)
 
 
 def backward_op(tensors: tuple[Tensor, ...], settings: tuple, needs):
