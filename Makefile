@@ -45,6 +45,7 @@ format: $(VENV)/lint
 
 bench: $(VENV)/test
 	$(BIN)/python benchmarks/op.py
+	$(BIN)/python benchmarks/layer.py
 
 wheel: $(VENV)/python
 	$(BIN)/pip install -q build

@@ -7,22 +7,15 @@ A row and its unit take turns, so that a busy machine slows both. Each row is ch
 before it is timed. README.md beside this file says how to read the numbers.
 """
 
-import argparse
-import csv
-import os
-import platform
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+import measure
 import torch
 from torch import Tensor
 
-from nd_rotary_encodings import _C, RoPEEncodingND, apply_rope, apply_rope_, build_info, reference
+from nd_rotary_encodings import RoPEEncodingND, apply_rope, apply_rope_, reference
 
 B, N, E, H = 4, 64 * 64, 256, 8
 D, F = E // H, E // H // 2
@@ -38,25 +31,15 @@ class Row:
     inner: int = 1  # calls per timing
 
 
-def seconds(call: Callable[[], object], inner: int) -> float:
-    start = time.perf_counter()
-    for _ in range(inner):
-        call()
-    return (time.perf_counter() - start) / inner
-
-
-def measure(row: Row, repeats: int) -> dict[str, float]:
-    """Medians of call and unit, taken in turn, and the quartiles of the call in units."""
+def in_units(row: Row, repeats: int) -> dict[str, float]:
     for _ in range(3):
         row.unit()
         row.call()
     units, calls = [], []
     for _ in range(repeats):
-        units.append(seconds(row.unit, row.inner))
-        calls.append(seconds(row.call, row.inner))
-    unit = statistics.median(units)
-    low, middle, high = (quartile / unit for quartile in statistics.quantiles(calls, n=4))
-    return {"ratio": middle, "low": low, "high": high, "unit_us": unit * 1e6}
+        units.append(measure.seconds(row.unit, row.inner))
+        calls.append(measure.seconds(row.call, row.inner))
+    return {**measure.ratio_to(units, calls), "unit_us": statistics.median(units) * 1e6}
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -177,46 +160,9 @@ def other_rows(x: Tensor, positions: Tensor, freqs: Tensor, quick: bool) -> Iter
         yield Row(f"{name}, forward + backward: x, freqs", None, call, x.clone, 11)
 
 
-def keep_freed_memory() -> None:
-    """Starts again with a C library that keeps freed memory, as after the first steps of a training run.
-
-    Else each allocation of a large tensor costs page faults, sometimes of the unit and sometimes of the row.
-    """
-    settings = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-    if not settings.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few repeats, no torch.compile: does it run?")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--instruction-set", help="one of those that `python -m nd_rotary_encodings` lists")
-    parser.add_argument("--output", type=Path, help="write the rows to this CSV file as well")
-    options = parser.parse_args()
-    keep_freed_memory()
-    torch.set_num_threads(options.threads)
-    _C.force_instruction_set(options.instruction_set)
-    torch.manual_seed(0)
-
-    about = {
-        "commit": commit(),
-        "machine": f"{platform.machine()} {platform.system()}",
-        "instruction_set": build_info()["instruction_set"],
-        "threads": options.threads,
-        "torch": torch.__version__,
-    }
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    options = measure.parser(__doc__).parse_args()
+    about = measure.start(options)
     print(f"{'':56}{'ratio':>8}{'quartiles':>16}{'at most':>9}{'unit':>12}")
     x, positions, freqs = torch.randn(B, N, H, D), grid(64), torch.randn(2, H, F) * 0.3
     results = []
@@ -227,18 +173,14 @@ def main() -> None:
         other_rows(x, positions, freqs, options.quick),
     ):
         for row in rows:
-            result = measure(row, 3 if options.quick else row.repeats)
+            result = in_units(row, 3 if options.quick else row.repeats)
             quartiles = f"{result['low']:.2f} to {result['high']:.2f}"
             numbers = (
                 f"{result['ratio']:8.2f}{quartiles:>16}{row.at_most or '':>9}{result['unit_us']:9.1f} us"
             )
             print(f"{row.work:56}{numbers}", flush=True)
             results.append({**about, "work": row.work, "at_most": row.at_most, **result})
-    if options.output:
-        with options.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(results[0]))
-            writer.writeheader()
-            writer.writerows(results)
+    measure.write(options.output, results)
 
 
 if __name__ == "__main__":

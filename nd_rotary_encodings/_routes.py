@@ -104,7 +104,7 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
         return qkv
     base = None if torch.compiler.is_compiling() else qkv._base
     if base is not None and base.numel() == qkv.numel() and base.is_contiguous() and qkv.is_contiguous():
-        # a view of all of a tensor (a linear layer returns one): to modify a view costs copies in the backward
+        # a view of all of a tensor, as linear layers return: to modify a view costs copies in the backward
         return _autograd.RotatePacked.apply(base, qkv.shape, positions, freqs, settings).view(qkv.shape)
     return _autograd.RotatePacked.apply(qkv, qkv.shape, positions, freqs, settings)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
@@ -374,6 +375,30 @@ def test_compilation_meets_no_break_where_eager_mode_would_warn():
     compiled(RoPEEncodingND(2, 16, 2))(query, normalized)
     rotated = compiled(RoPEEncodingND(2, 16, 2, forward_only=True))(leaf(query), normalized * 20)
     assert not rotated.requires_grad
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_inductor_copies_no_operand_into_other_strides():
+    """Queries and keys are slices of a projection, positions one of boxes, and gradients are transposed."""
+    module = RoPEEncodingND(2, 16, 2)
+    packed, boxes = torch.randn(2, 5, 48, requires_grad=True), torch.rand(5, 4) * 9
+
+    @torch.compile(fullgraph=True)
+    def rotate(packed, boxes):
+        query, key, _ = packed.chunk(3, -1)
+        return module(query, boxes[:, 1:3], key)
+
+    def transposed_outputs():
+        query, key = rotate(packed, boxes)
+        weight = torch.randn(5, 2, 16).transpose(0, 1)
+        return (query * weight).sum() + (key * weight).sum()
+
+    _, code = run_fw_bw_and_get_code(transposed_outputs)
+    forward, backward = (graph[graph.rindex("def call(") :] for graph in code)
+    assert forward.count("torch.ops.nd_rotary.apply_rope.default(") == 2
+    assert "empty_strided" not in forward
+    assert backward.count("torch.ops.nd_rotary._rotate_backward.default(") == 2
+    assert backward.count("empty_strided_cpu(") <= 2  # the gradients of the projection and of the frequencies
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
