@@ -14,7 +14,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _C, reference  # noqa: F401  (_C registers the kernels)
+from . import _C, _sharding, reference  # noqa: F401  (_C registers the kernels)
 
 # heads: 0 where x is [..., H, D], or the number of heads where it is [..., H * D]
 _ROTATE = (
@@ -228,12 +228,13 @@ apply_rope = torch.ops.nd_rotary.apply_rope.default
 
 
 def needs_definition(*tensors: Tensor) -> bool:
-    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses,
-    whose rules for PyTorch's own operators are what makes them work."""
+    """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses
+    other than DTensor, whose rules for PyTorch's own operators are what makes them work."""
     if forward_ad._current_level >= 0:
         return True
+    distributed = _sharding.is_distributed(*tensors)
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if peek_interpreter_stack() is not None:
         return True
-    return any(is_traceable_wrapper_subclass(t) for t in tensors)
+    return not distributed and any(is_traceable_wrapper_subclass(t) for t in tensors)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from . import _autograd, _ops, reference
+from . import _autograd, _ops, _sharding, reference
 from ._checks import check_apply_rope, check_in_place, check_not_leaf
 from .angles import calculate_rope, calculate_rope_backward, rotate_embeddings, rotate_embeddings_backward
 
@@ -58,6 +58,11 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
     """``apply_rope`` after its checks."""
     if is_plain(x, positions, freqs):
         return rotate_plain(x, positions, freqs, settings)
+    if _sharding.is_distributed(x, positions, freqs):
+        x, positions, freqs = _sharding.distribute(x, positions, freqs)
+        if settings[0]:  # heads may be sharded, too: each process has some of them
+            x = x.unflatten(-1, (settings[0], -1))
+            return rotate_any(x, positions, freqs, (0, *settings[1:])).flatten(-2)
     if _ops.needs_definition(x, positions, freqs):
         return reference.apply_rope(x, positions, freqs, *settings)
     return _ops.apply_rope(x, positions, freqs, *settings)
@@ -65,6 +70,8 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
 
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
+    if _sharding.is_distributed(x, positions, freqs):
+        return x.copy_(rotate_any(x, positions, freqs, settings))
     if _ops.needs_definition(x, positions, freqs):
         # of a clone, as the definition's backward needs the values that are overwritten
         return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
