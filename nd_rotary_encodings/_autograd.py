@@ -7,7 +7,7 @@ input: with ``g = dL/dy``, ``dL/dx`` is the inverse rotation of ``g`` and ``dL/d
 import torch
 from torch import Tensor
 
-from . import _ops, _sharding
+from . import _ops
 from .reference import pair_channels
 
 
@@ -157,7 +157,7 @@ def _rotate_embeddings_backward(ctx, grad):
     needs = ctx.needs_input_grad
     x_full = grad if x is None else x.expand(grad.shape)
     # a rule for sharding can't tell what an operator without integers is asked for
-    if torch.is_grad_enabled() or _sharding.is_distributed(grad, x_full, angles):
+    if torch.is_grad_enabled() or _ops.is_distributed(grad, x_full, angles):
         grad_x, grad_angles = angle_gradients_by_definition(grad, x_full, angles, needs)
     else:
         results = _ops.rotate_by_angles_backward(grad, x_full, angles, *needs)

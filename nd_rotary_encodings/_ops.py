@@ -8,13 +8,15 @@ derivatives (_autograd.py); they serve ``torch.compile``, ``torch.export``, Torc
 The CPU kernels come from C (csrc/torch_ops.c), where the order of the arguments must be that of the schemas.
 """
 
+import sys
+
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _C, _sharding, reference  # noqa: F401  (_C registers the kernels)
+from . import _C, reference  # noqa: F401  (_C registers the kernels)
 
 # heads: 0 where x is [..., H, D], or the number of heads where it is [..., H * D]
 _ROTATE = (
@@ -227,12 +229,22 @@ rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.defau
 apply_rope = torch.ops.nd_rotary.apply_rope.default
 
 
+def is_distributed(*tensors: Tensor) -> bool:
+    """Whether one of them is a DTensor. If so, the operators have rules for it from here on: the import also
+    happens while a graph is traced."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from . import _sharding
+
+    return any(isinstance(t, _sharding.DTensor) for t in tensors)
+
+
 def needs_definition(*tensors: Tensor) -> bool:
     """Whether the operators can't be used: under transforms, for dual tensors, and for wrapper subclasses
     other than DTensor, whose rules for PyTorch's own operators are what makes them work."""
     if forward_ad._current_level >= 0:
         return True
-    distributed = _sharding.is_distributed(*tensors)
+    distributed = is_distributed(*tensors)
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if peek_interpreter_stack() is not None:

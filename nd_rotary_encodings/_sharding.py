@@ -1,33 +1,24 @@
 """How the operators act on ``DTensor``: which dims may be sharded, so that each process rotates what it has.
 
-Nothing here imports ``torch.distributed.tensor`` (half a second) before the first DTensor does.
+Importing this registers the rules. ``_ops.is_distributed`` does so where DTensors are in use already, as
+importing ``torch.distributed.tensor`` takes half a second.
 """
 
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-
-def is_distributed(*tensors: Tensor) -> bool:
-    """Whether one of them is a DTensor, for which the operators then have rules."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(t, DTensor) for t in tensors) and _rules_registered()
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 
 def distribute(x: Tensor, positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All as DTensors; plain ``positions`` and ``freqs`` are taken to be the same on all processes, and get the
-    gradient of the whole.
+    """All as DTensors. Plain ``positions`` and ``freqs`` are taken to be the same on all processes, and get
+    the gradient of the whole.
 
     Raises:
-        ValueError: if ``x`` is none, as nothing says which part of the whole it is.
+        ValueError: if ``x`` is plain, as nothing says which part of the whole it is.
     """
-    from torch.distributed.tensor import DTensor, Replicate
-
     if not isinstance(x, DTensor):
         raise ValueError(
             "Expected x (query or key) to be a DTensor where positions or freqs are, got a plain tensor: "
@@ -40,6 +31,9 @@ def distribute(x: Tensor, positions: Tensor, freqs: Tensor) -> tuple[Tensor, Ten
         for t in (positions, freqs)
     )
     return x, positions, freqs
+
+
+_ops = torch.ops.nd_rotary
 
 
 def _full_dims(first: int, second: int) -> tuple[bool, bool]:
@@ -79,57 +73,46 @@ def _shared_dims(
         yield result_ndim + dim, len(x_shape) + dim, None, 1 if freq_shape[1] != 1 else None
 
 
-@torch.compiler.assume_constant_result
-def _rules_registered() -> bool:
-    """Registers the rules on the first call, at once also while a graph is traced."""
-    if not _registered:
-        _register()
-        _registered.append(True)
-    return True
+def _shard(dim: int | None):
+    return Replicate() if dim is None else Shard(dim)
 
 
-_registered: list[bool] = []
+def _summed(dim: int | None):
+    return Partial() if dim is None else Shard(dim)
 
 
-def _register() -> None:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
+@register_sharding([_ops._rotate.default, _ops.apply_rope.default])
+def _rotate(x, positions, freqs, heads=0, block=2, offset=0, prefix=0, head_dim_first=False, inverse=False):
+    settings = [None] * 6
+    rules = [([_shard(None)], [_shard(None)] * 3 + settings)]
+    for y, *inputs in _shared_dims(x.shape, positions.shape, freqs.shape, heads, prefix, head_dim_first):
+        rules.append(([_shard(y)], [_shard(dim) for dim in inputs] + settings))
+    return rules
 
-    ops = torch.ops.nd_rotary
 
-    def shard(dim: int | None):
-        return Replicate() if dim is None else Shard(dim)
+@register_sharding(_ops._rotate_backward.default)
+def _rotate_backward(
+    grad, y, positions, freqs, heads, block, offset, prefix, head_dim_first, inverse, *needs
+):
+    settings = [None] * 9
+    rules = [([_shard(None)] * 3, [_shard(None)] * 4 + settings)]
+    for _, *dims in _shared_dims(y.shape, positions.shape, freqs.shape, heads, prefix, head_dim_first):
+        outputs = [_summed(dim) if need else Replicate() for dim, need in zip(dims, needs, strict=True)]
+        rules.append((outputs, [_shard(dim) for dim in (dims[0], *dims)] + settings))
+    return rules
 
-    def summed(dim: int | None):
-        return Partial() if dim is None else Shard(dim)
 
-    @register_sharding([ops._rotate.default, ops.apply_rope.default])
-    def _(x, positions, freqs, heads=0, block=2, offset=0, prefix=0, head_dim_first=False, inverse=False):
-        settings = [None] * 6
-        rules = [([shard(None)], [shard(None)] * 3 + settings)]
-        for y, *inputs in _shared_dims(x.shape, positions.shape, freqs.shape, heads, prefix, head_dim_first):
-            rules.append(([shard(y)], [shard(dim) for dim in inputs] + settings))
-        return rules
+@register_sharding([_ops._rotate_by_angles.default, _ops.rotate_embeddings.default])
+def _rotate_by_angles(x, angles):
+    rules = [([_shard(None)], [_shard(None)] * 2)]
+    for dim in range(x.ndim - 1):
+        full = _full_dims(x.shape[dim], angles.shape[dim])
+        rules.append(([_shard(dim)], [_shard(dim if f else None) for f in full]))
+    return rules
 
-    @register_sharding(ops._rotate_backward.default)
-    def _(grad, y, positions, freqs, heads, block, offset, prefix, head_dim_first, inverse, *needs):
-        settings = [None] * 9
-        rules = [([shard(None)] * 3, [shard(None)] * 4 + settings)]
-        for _, *dims in _shared_dims(y.shape, positions.shape, freqs.shape, heads, prefix, head_dim_first):
-            outputs = [summed(dim) if need else Replicate() for dim, need in zip(dims, needs, strict=True)]
-            rules.append((outputs, [shard(dim) for dim in (dims[0], *dims)] + settings))
-        return rules
 
-    @register_sharding([ops._rotate_by_angles.default, ops.rotate_embeddings.default])
-    def _(x, angles):
-        rules = [([shard(None)], [shard(None)] * 2)]
-        for dim in range(x.ndim - 1):
-            full = _full_dims(x.shape[dim], angles.shape[dim])
-            rules.append(([shard(dim)], [shard(dim if f else None) for f in full]))
-        return rules
-
-    @register_sharding([ops._calculate_angles.default, ops.calculate_rope.default])
-    def _(positions, freqs):
-        rules = [([shard(None)], [shard(None)] * 2)]
-        rules += [([shard(dim)], [shard(dim), shard(None)]) for dim in range(positions.ndim - 1)]
-        return [*rules, ([shard(positions.ndim - 1)], [shard(None), shard(2)])]
+@register_sharding([_ops._calculate_angles.default, _ops.calculate_rope.default])
+def _calculate_angles(positions, freqs):
+    rules = [([_shard(None)], [_shard(None)] * 2)]
+    rules += [([_shard(dim)], [_shard(dim), _shard(None)]) for dim in range(positions.ndim - 1)]
+    return [*rules, ([_shard(positions.ndim - 1)], [_shard(None), _shard(2)])]

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from . import _autograd, _ops, _sharding, reference
+from . import _autograd, _ops, reference
 from ._checks import check_apply_rope, check_in_place, check_not_leaf
 from .angles import calculate_rope, calculate_rope_backward, rotate_embeddings, rotate_embeddings_backward
 
@@ -58,8 +58,10 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
     """``apply_rope`` after its checks."""
     if is_plain(x, positions, freqs):
         return rotate_plain(x, positions, freqs, settings)
-    if _sharding.is_distributed(x, positions, freqs):
-        x, positions, freqs = _sharding.distribute(x, positions, freqs)
+    if _ops.is_distributed(x, positions, freqs):
+        from ._sharding import distribute
+
+        x, positions, freqs = distribute(x, positions, freqs)
         if settings[0]:  # heads may be sharded, too: each process has some of them
             x = x.unflatten(-1, (settings[0], -1))
             return rotate_any(x, positions, freqs, (0, *settings[1:])).flatten(-2)
@@ -70,7 +72,7 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
 
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
-    if _sharding.is_distributed(x, positions, freqs):
+    if _ops.is_distributed(x, positions, freqs):
         return x.copy_(rotate_any(x, positions, freqs, settings))
     if _ops.needs_definition(x, positions, freqs):
         # of a clone, as the definition's backward needs the values that are overwritten
@@ -106,6 +108,10 @@ def apply_rope(
     including range reduction, whatever autocast says, and are never stored. Differentiable in ``x``,
     ``positions`` and ``freqs``.
 
+    If ``x`` is a DTensor, each process rotates its part: batch, heads and tokens (without a prefix) stay
+    sharded. Plain ``positions`` and ``freqs`` beside it must be the same on all processes, and get the whole
+    gradient.
+
     Args:
         x: ``[..., N, H, D]``, or ``[..., H, N, D]`` with ``head_dim_first``; float16, bfloat16, float32 or
             float64, any strides.
@@ -126,7 +132,8 @@ def apply_rope(
         ``x`` where those are dense, else it is contiguous.
 
     Raises:
-        ValueError: if shapes, dtypes, devices or settings don't fit.
+        ValueError: if shapes, dtypes, devices or settings don't fit; if ``positions`` or ``freqs`` is a
+            DTensor and ``x`` is none.
     """
     if layout == "interleaved" and is_plain(x, positions, freqs):
         # the kernel checks all that the Python code does, and faster; only the words are worse
