@@ -99,9 +99,10 @@ def alone(**options):
 
 
 @pytest.fixture(scope="module")
-def fake_group():
+def mesh():
+    """Two of four processes. One for all tests, as compiled code takes equal meshes for the same."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
+    yield DeviceMesh("cpu", [0, 1])
     dist.destroy_process_group()
 
 
@@ -170,43 +171,35 @@ def one_dim(dims):
     return [[d] for d in dims]
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize(("shapes", "dims", "y_dim", "gradient_dims"), KEPT.values(), ids=KEPT.keys())
-def test_sharded_tensors_stay_where_they_are(shapes, dims, y_dim, gradient_dims):
-    mesh = DeviceMesh("cpu", [0, 1])
+def test_sharded_tensors_stay_where_they_are(mesh, shapes, dims, y_dim, gradient_dims):
     assert_kept(mesh, shapes, one_dim(dims), [y_dim], one_dim(gradient_dims))
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize(("dims", "y_dim", "gradient_dims"), HEADS_FIRST.values(), ids=HEADS_FIRST.keys())
-def test_sharded_tensors_with_heads_first_stay_where_they_are(dims, y_dim, gradient_dims):
+def test_sharded_tensors_with_heads_first_stay_where_they_are(mesh, dims, y_dim, gradient_dims):
     shapes = [(B, H, N, D), POSITIONS, FREQS]
-    mesh = DeviceMesh("cpu", [0, 1])
     options = {"head_dim_first": True, "layout": "half", "inverse": True}
     assert_kept(mesh, shapes, one_dim(dims), [y_dim], one_dim(gradient_dims), **options)
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("name", ["batch", "heads"])
-def test_sharded_tensors_with_prefix_tokens_stay_where_they_are(name):
+def test_sharded_tensors_with_prefix_tokens_stay_where_they_are(mesh, name):
     shapes, dims, y_dim, gradient_dims = KEPT[name]
     shapes = [(B, N + 3, H, D), *shapes[1:]]
-    mesh = DeviceMesh("cpu", [0, 1])
     assert_kept(mesh, shapes, one_dim(dims), [y_dim], one_dim(gradient_dims), num_prefix_tokens=3)
 
 
-@pytest.mark.usefixtures("fake_group")
+@pytest.mark.usefixtures("mesh")
 def test_batch_and_heads_can_be_sharded_over_two_dims_of_a_mesh():
     mesh = init_device_mesh("cpu", (2, 2))
     dims, gradient_dims = [[0, 2], [0, None], [None, 1]], [[0, 2], [0, "sum"], ["sum", 1]]
     assert_kept(mesh, [X, POSITIONS, FREQS], dims, [0, 2], gradient_dims)
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "tokens", "heads"])
 @pytest.mark.parametrize("pattern", [None, SEVERAL_GROUPS], ids=["one group", "groups"])
-def test_module_sends_nothing_whatever_dim_is_sharded(pattern, dim):
-    mesh = DeviceMesh("cpu", [0, 1])
+def test_module_sends_nothing_whatever_dim_is_sharded(mesh, pattern, dim):
     rope = RoPEEncodingND(2, 24, 2, freq_group_pattern=pattern)
     rope = distribute_module(rope, mesh, shard_freqs_by_head if dim == 2 else None)
     query = part(torch.randn(B, N, 24), mesh, [dim]).requires_grad_()
@@ -219,10 +212,8 @@ def test_module_sends_nothing_whatever_dim_is_sharded(pattern, dim):
     assert rope.freqs[0].grad.placements == ((Shard(1),) if dim == 2 else (Partial(),))
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "tokens", "heads"])
-def test_given_angles_send_nothing_whatever_dim_is_sharded(dim):
-    mesh = DeviceMesh("cpu", [0, 1])
+def test_given_angles_send_nothing_whatever_dim_is_sharded(mesh, dim):
     x = part(torch.randn(X), mesh, [dim]).requires_grad_()
     positions = part(torch.randn(POSITIONS), mesh, [dim if dim < 2 else None]).requires_grad_()
     freqs = part(torch.randn(P, 1, H, D // 2), mesh, [2 if dim == 2 else None]).requires_grad_()
@@ -239,10 +230,8 @@ def test_given_angles_send_nothing_whatever_dim_is_sharded(dim):
         torch.testing.assert_close(gradient.to_local(), want)
 
 
-@pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "tokens", "heads"])
-def test_compiled_graphs_send_nothing_whatever_dim_is_sharded(dim):
-    mesh = DeviceMesh("cpu", [0, 1])
+def test_compiled_graphs_send_nothing_whatever_dim_is_sharded(mesh, dim):
     tensors = [
         part(torch.randn(X), mesh, [dim]).requires_grad_(),
         part(torch.randn(POSITIONS), mesh, [dim if dim < 2 else None]).requires_grad_(),
@@ -265,9 +254,8 @@ def test_compiled_graphs_send_nothing_whatever_dim_is_sharded(dim):
         assert not any("c10d" in target for target in targets)
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_a_plain_x_beside_a_dtensor_is_an_error():
-    freqs = part(torch.randn(FREQS), DeviceMesh("cpu", [0, 1]), [0])
+def test_a_plain_x_beside_a_dtensor_is_an_error(mesh):
+    freqs = part(torch.randn(FREQS), mesh, [0])
     with pytest.raises(ValueError, match=r"Expected x .* to be a DTensor where positions or freqs are"):
         apply_rope(torch.randn(X), torch.randn(POSITIONS), freqs)
 
