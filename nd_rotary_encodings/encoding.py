@@ -313,7 +313,7 @@ class RoPEEncodingND(nn.Module):
         # rows and channels put together, which leaves heads that are sharded where they are
         groups = []
         for freqs, uses_axis in zip(self.freqs, self._uses_axis, strict=True):
-            rows, zeros = iter(freqs.unbind(0)), freqs.new_zeros(freqs.shape[1:])
+            rows, zeros = iter(freqs.unbind(0)), freqs[:0].sum(0)
             groups.append(torch.stack([next(rows) if used else zeros for used in uses_axis]))
         return torch.cat(groups, dim=-1)
 
