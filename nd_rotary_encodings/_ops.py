@@ -244,7 +244,7 @@ def needs_definition(*tensors: Tensor) -> bool:
     other than DTensor, whose rules for PyTorch's own operators are what makes them work."""
     if forward_ad._current_level >= 0:
         return True
-    distributed = is_distributed(*tensors)
+    distributed = is_distributed(*tensors)  # while tracing, too, as it registers the rules
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if peek_interpreter_stack() is not None:
