@@ -180,7 +180,8 @@ def _rotate_embeddings_backward(ctx, grad):
     x, angles = ctx.saved_tensors
     needs = ctx.needs_input_grad
     x_full = grad if x is None else x.expand(grad.shape)
-    if torch.is_grad_enabled():
+    # a rule for sharding can't tell what an operator without integers is asked for
+    if torch.is_grad_enabled() or _routes.is_distributed(grad, x_full, angles):
         grad_x, grad_angles = angle_gradients_by_definition(grad, x_full, angles, needs)
     else:
         results = _ops.rotate_by_angles_backward(grad, x_full, angles, *needs)

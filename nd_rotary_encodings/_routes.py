@@ -1,5 +1,7 @@
 """Which way a rotation goes: eager kernel, autograd Function, operator for tracing, or plain PyTorch."""
 
+import sys
+
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
@@ -26,12 +28,23 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
+def is_distributed(*tensors: Tensor) -> bool:
+    """Whether one of them is a DTensor. If so, the operators have rules for it from here on: the import also
+    happens while a graph is traced."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from . import _sharding
+
+    return any(isinstance(t, _sharding.DTensor) for t in tensors)
+
+
 def needs_definition(*tensors: Tensor) -> bool:
-    """Whether the operators can't be used: by transforms inside ``torch.compile``, and for wrapper
-    subclasses, whose rules for PyTorch's own operators are what makes them work."""
+    """Whether the operators can't be used: by transforms inside ``torch.compile``, and for wrapper subclasses
+    other than DTensor, whose rules for PyTorch's own operators are what makes them work."""
+    distributed = is_distributed(*tensors)  # while tracing, too, as it registers the rules
     if is_traced():
         return is_transformed()
-    return any(is_traceable_wrapper_subclass(t) for t in tensors)
+    return not distributed and any(is_traceable_wrapper_subclass(t) for t in tensors)
 
 
 def is_plain(x: Tensor, positions: Tensor, freqs: Tensor) -> bool:
@@ -66,6 +79,13 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
     """``apply_rope`` after its checks."""
     if is_plain(x, positions, freqs):
         return rotate_plain(x, positions, freqs, settings)
+    if is_distributed(x, positions, freqs):
+        from ._sharding import distribute
+
+        x, positions, freqs = distribute(x, positions, freqs)
+        if settings[0]:  # heads may be sharded, too: each process has some of them
+            x = x.unflatten(-1, (settings[0], -1))
+            return rotate_any(x, positions, freqs, (0, *settings[1:])).flatten(-2)
     if needs_definition(x, positions, freqs):
         return reference.apply_rope(x, positions, freqs, *settings)
     if is_transformed():
@@ -75,6 +95,8 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
 
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
+    if is_distributed(x, positions, freqs):
+        return x.copy_(rotate_any(x, positions, freqs, settings))
     if needs_definition(x, positions, freqs):
         # of a clone, as the definition's backward needs the values that are overwritten
         return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
@@ -97,6 +119,7 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
     if (
         not _records(qkv, positions, freqs)
         or is_transformed()
+        or is_distributed(qkv, positions, freqs)
         or torch._C._get_tracing_state() is not None
         or needs_definition(qkv, positions, freqs)
     ):

@@ -102,7 +102,8 @@ class RoPEEncodingND(nn.Module):
         self._pattern = read_freq_group_pattern(freq_group_pattern, position_dim).clone()
         self._base_theta = torch.as_tensor(rope_base_theta, dtype=dtype, device="cpu")
         self.n_freq_groups = len(self._pattern)
-        self._one_full_group = self.n_freq_groups == 1 and bool(self._pattern.all())
+        self._uses_axis: list[list[bool]] = self._pattern.tolist()
+        self._one_full_group = self.n_freq_groups == 1 and all(self._uses_axis[0])
 
         freqs, encoding_ranges = self._initial_freqs(device)
         self.freqs = nn.ParameterList(freqs)
@@ -345,7 +346,12 @@ class RoPEEncodingND(nn.Module):
         """All groups as ``[P, H | 1, F]``: each pair belongs to one group."""
         if self._one_full_group:
             return getattr(self.freqs, "0")  # what self.freqs[0] does, in a third of the time
-        return self.grouped_rope_freqs_tensor(self.freqs).sum(1)
+        # rows and channels put together, which leaves heads that are sharded where they are
+        groups = []
+        for freqs, uses_axis in zip(self.freqs, self._uses_axis, strict=True):
+            rows, zeros = iter(freqs.unbind(0)), freqs[:0].sum(0)
+            groups.append(torch.stack([next(rows) if used else zeros for used in uses_axis]))
+        return torch.cat(groups, dim=-1)
 
     def grouped_rope_freqs_tensor(self, grouped_rope_freqs: Sequence[Tensor] | nn.ParameterList) -> Tensor:
         """The frequencies of all groups in one tensor.

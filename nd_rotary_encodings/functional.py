@@ -37,6 +37,10 @@ def apply_rope(
     including range reduction, whatever autocast says, and are never stored. Differentiable in ``x``,
     ``positions`` and ``freqs``.
 
+    If ``x`` is a DTensor, each process rotates its part: batch, heads and tokens (without a prefix) stay
+    sharded. Plain ``positions`` and ``freqs`` beside it must be the same on all processes, and get the whole
+    gradient.
+
     Args:
         x: ``[..., N, H, D]``, or ``[..., H, N, D]`` with ``head_dim_first``; float16, bfloat16, float32 or
             float64, any strides.
@@ -57,7 +61,8 @@ def apply_rope(
         ``x`` where those are dense, else it is contiguous.
 
     Raises:
-        ValueError: if shapes, dtypes, devices or settings don't fit.
+        ValueError: if shapes, dtypes, devices or settings don't fit; if ``positions`` or ``freqs`` is a
+            DTensor and ``x`` is none.
     """
     if layout == "interleaved" and is_plain(x, positions, freqs):
         # the kernel checks all that the Python code does, and faster; only the words are worse
