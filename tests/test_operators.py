@@ -403,21 +403,21 @@ def test_inductor_copies_no_operand_into_other_strides():
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("kind", ["module", "function", "in place"])
-def test_any_number_of_tokens_takes_two_graphs_at_most(kind):
+def test_any_batch_and_number_of_tokens_takes_two_graphs_at_most(kind):
     counter = CompileCounterWithBackend("aot_eager")
     freqs = torch.randn(2, 2, 4)
 
     def in_place(x, positions):
-        return apply_rope_(x.clone().view(2, -1, 2, 8), positions, freqs).flatten(-2)
+        return apply_rope_(x.clone().unflatten(-1, (2, 8)), positions, freqs).flatten(-2)
 
     def function(x, positions):
-        rotated = apply_rope(x.view(2, -1, 2, 8), positions[1:], freqs, layout="half", num_prefix_tokens=1)
+        rotated = apply_rope(x.unflatten(-1, (2, 8)), positions[1:], freqs, layout="half", num_prefix_tokens=1)
         return rotated.flatten(-2)
 
     rotate = {"module": RoPEEncodingND(2, 16, 2), "function": function, "in place": in_place}[kind]
     run = torch.compile(rotate, fullgraph=True, backend=counter)
-    for tokens in (3, 5, 8, 13, 21):
-        query, positions = torch.randn(2, tokens, 16), torch.rand(tokens, 2) * 9
+    for batch, tokens in ((2, 3), (3, 5), (3, 8), (5, 8), (7, 21)):
+        query, positions = torch.randn(batch, tokens, 16), torch.rand(tokens, 2) * 9
         assert torch.equal(run(query, positions), rotate(query, positions))
     assert counter.frame_count <= 2
 
