@@ -411,7 +411,9 @@ def test_any_batch_and_number_of_tokens_takes_two_graphs_at_most(kind):
         return apply_rope_(x.clone().unflatten(-1, (2, 8)), positions, freqs).flatten(-2)
 
     def function(x, positions):
-        rotated = apply_rope(x.unflatten(-1, (2, 8)), positions[1:], freqs, layout="half", num_prefix_tokens=1)
+        rotated = apply_rope(
+            x.unflatten(-1, (2, 8)), positions[1:], freqs, layout="half", num_prefix_tokens=1
+        )
         return rotated.flatten(-2)
 
     rotate = {"module": RoPEEncodingND(2, 16, 2), "function": function, "in place": in_place}[kind]
