@@ -39,11 +39,12 @@ def is_distributed(*tensors: Tensor) -> bool:
 
 
 def needs_definition(*tensors: Tensor) -> bool:
-    """Whether the operators can't be used: by transforms inside ``torch.compile``, and for wrapper subclasses
-    other than DTensor, whose rules for PyTorch's own operators are what makes them work."""
+    """Whether the operators can't be used: by transforms inside ``torch.compile``, for ONNX, which knows no
+    operators but PyTorch's, and for wrapper subclasses other than DTensor, whose rules for those are what makes
+    them work."""
     distributed = is_distributed(*tensors)  # while tracing, too, as it registers the rules
     if is_traced():
-        return is_transformed()
+        return is_transformed() or torch.onnx.is_in_onnx_export()
     return not distributed and any(is_traceable_wrapper_subclass(t) for t in tensors)
 
 
@@ -103,7 +104,8 @@ def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) ->
     if is_transformed():
         return x.copy_(rotate_any(x, positions, freqs, settings))
     if is_traced():
-        if _records(x, positions, freqs):
+        if _records(x, positions, freqs) or torch.compiler.is_exporting():
+            # decompositions() reaches functional operators only
             return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
         torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
         return x
