@@ -105,7 +105,7 @@ def _rotate_fake(
     return _like(x, _rotated_shape(x, positions, heads, num_prefix_tokens, head_dim_first))
 
 
-def _rotate_definition(x, positions, freqs, *settings):
+def rotate_definition(x, positions, freqs, *settings):
     _check_devices(x, positions, freqs)
     y = reference.apply_rope(x, positions, freqs, *settings)
     return _laid_out(y, _like(x, y.shape))
@@ -194,7 +194,7 @@ def calculate_angles_definition(positions, freqs):
 _operator(
     f"(Tensor x, {_ROTATE}) -> Tensor",
     _rotate_fake,
-    _rotate_definition,
+    rotate_definition,
     "_rotate",
     "apply_rope",
 )

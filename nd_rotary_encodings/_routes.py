@@ -87,6 +87,8 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
         if settings[0]:  # heads may be sharded, too: each process has some of them
             x = x.unflatten(-1, (settings[0], -1))
             return rotate_any(x, positions, freqs, (0, *settings[1:])).flatten(-2)
+    if torch.onnx.is_in_onnx_export():  # in the strides of the kernel's result, on which views may depend
+        return _ops.rotate_definition(x, positions, freqs, *settings)
     if needs_definition(x, positions, freqs):
         return reference.apply_rope(x, positions, freqs, *settings)
     if is_transformed():
@@ -122,6 +124,7 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
         not _records(qkv, positions, freqs)
         or is_transformed()
         or is_distributed(qkv, positions, freqs)
+        or torch.compiler.is_exporting()
         or torch._C._get_tracing_state() is not None
         or needs_definition(qkv, positions, freqs)
     ):
