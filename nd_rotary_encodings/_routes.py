@@ -40,8 +40,7 @@ def is_distributed(*tensors: Tensor) -> bool:
 
 def needs_definition(*tensors: Tensor) -> bool:
     """Whether the operators can't be used: by transforms inside ``torch.compile``, for ONNX, which knows no
-    operators but PyTorch's, and for wrapper subclasses other than DTensor, whose rules for those are what makes
-    them work."""
+    operators but PyTorch's, and wrapper subclasses other than DTensor, which have rules for those only."""
     distributed = is_distributed(*tensors)  # while tracing, too, as it registers the rules
     if is_traced():
         return is_transformed() or torch.onnx.is_in_onnx_export()
