@@ -69,7 +69,7 @@ setup(
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
             extra_compile_args=COMMON,
             extra_link_args=sanitize,
-            libraries=["m", "dl"] if os.uname().sysname == "Linux" else [],
+            libraries=["m", "dl", "pthread"] if os.uname().sysname == "Linux" else [],
             py_limited_api=limited,
         )
     ],

@@ -2,17 +2,10 @@
  * The schemas are in nd_rotary_encodings/_ops.py; the order of arguments here must be theirs. */
 #include "torch_ops.h"
 
+#include "torch_parallel.h"
 #include "torch_rows.h"
 
 #include <string.h>
-
-static int parallel_for(int64_t count, int64_t grain, rope_task *task, void *context) {
-    if (count <= grain) {
-        task(0, count, context);
-        return 0;
-    }
-    return torch.torch_parallel_for(0, count, grain, task, context);
-}
 
 /* The settings that all rotations by positions and frequencies share, as they stand at the end of the schemas. */
 typedef struct {
@@ -132,7 +125,7 @@ static void copy_prefix(call *c, const rope_args *args, const lead_dims *lead, i
     copy.pairs = 0;
     copy.axes = 1;
     set_rows(&copy, &rows);
-    const char *error = rope_cpu_run(&copy, parallel_for);
+    const char *error = rope_cpu_run(&copy, torch_parallel);
     if (error) fail(c, error);
 }
 
@@ -190,7 +183,7 @@ static void run_parts(call *c, const parts *p, const settings *s) {
             }
     }
     set_rows(&args, &lead);
-    const char *error = c->error ? NULL : rope_cpu_run(&args, parallel_for);
+    const char *error = c->error ? NULL : rope_cpu_run(&args, torch_parallel);
     if (error) fail(c, error);
 }
 
@@ -363,7 +356,7 @@ static void run_angles(call *c, const tensor *x, const tensor *y, const tensor *
                                     .head = small[i]->strides[small[i]->dims - 2],
                                     .pair = small[i]->strides[small[i]->dims - 1]};
     set_rows(&args, &lead);
-    const char *error = rope_cpu_run(&args, parallel_for);
+    const char *error = rope_cpu_run(&args, torch_parallel);
     if (error) fail(c, error);
 }
 
@@ -476,7 +469,7 @@ static void kernel_calculate_angles(torch_value *stack, uint64_t inputs, uint64_
             args.positions.token[d] = positions.strides[d];
             out.token[d] = angles.strides[d];
         }
-        const char *error = rope_cpu_angles(&args, freqs.sizes[1], freqs.strides[1], &out, parallel_for);
+        const char *error = rope_cpu_angles(&args, freqs.sizes[1], freqs.strides[1], &out, torch_parallel);
         if (error) fail(&c, error);
     }
     finish(&c, stack, &angles, 1);
@@ -500,6 +493,7 @@ int torch_ops_register(void) {
     };
     /* torch keeps a pointer to the library for as long as the process lives */
     torch_library library;
+    if (torch_parallel_init() != 0) return -1;
     if (torch.aoti_torch_library_init_impl("nd_rotary", "CPU", __FILE__, __LINE__, &library)) return -1;
     for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
         if (torch.torch_library_impl(library, kernels[i].name, kernels[i].kernel, TORCH_ABI_TARGET)) return -1;

@@ -6,6 +6,7 @@ except ImportError as error:
     raise ImportError("nd_rotary_encodings needs PyTorch: pip install 'torch>=2.10'") from error
 
 from ._build_info import __version__, build_info
+from ._ops import decompositions
 from .encoding import RoPEEncodingND
 from .frequencies import init_2d_freqs_rope_mixed, init_nd_freqs
 from .functional import (
@@ -29,6 +30,7 @@ __all__ = [
     "build_info",
     "calculate_rope",
     "calculate_rope_backward",
+    "decompositions",
     "get_multilevel_freq_group_pattern",
     "init_2d_freqs_rope_mixed",
     "init_nd_freqs",

@@ -196,11 +196,11 @@ def _byte_dims(x: Tensor) -> list[tuple[int, int]]:
 
 def _nested(dims: list[tuple[int, int]]) -> bool:
     """Whether each stride steps over all that smaller strides reach, so that all places differ."""
-    span = 0
-    for size, stride in sorted(dims, key=lambda dim: dim[1]):
-        if stride <= span:
+    # without sorting, which torch.compile can't do with dynamic sizes
+    for i, (_, stride) in enumerate(dims):
+        others = dims[:i] + dims[i + 1 :]
+        if stride <= sum((n - 1) * s for n, s in others if s <= stride):
             return False
-        span += (size - 1) * stride
     return True
 
 

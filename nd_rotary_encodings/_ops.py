@@ -8,6 +8,8 @@ derivatives (_autograd.py); they serve ``torch.compile``, ``torch.export``, Torc
 The CPU kernels come from C (csrc/torch_ops.c), where the order of the arguments must be that of the schemas.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ _ROTATE_BACKWARD = (
 )
 
 _library = torch.library.Library("nd_rotary", "DEF")
+_decompositions = {}
 
 
 def _operator(schema: str, shape_function, definition, *names: str) -> None:
@@ -34,6 +37,20 @@ def _operator(schema: str, shape_function, definition, *names: str) -> None:
         _library.define(name + schema, tags=tags)
         _library.impl(name, definition, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nd_rotary::{name}", shape_function, lib=_library)
+        operator = getattr(torch.ops.nd_rotary, name).default
+        if not operator._schema.is_mutable:
+            _decompositions[operator] = definition
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable]:
+    """The definitions of the operators in PyTorch's own operators, to take an exported program apart.
+
+    Only on request: without them programs call the kernels, which are faster and store no angles.
+
+    Returns:
+        A new dict for ``torch.export.ExportedProgram.run_decompositions``.
+    """
+    return dict(_decompositions)
 
 
 def _check_devices(first: Tensor, *others: Tensor) -> None:
@@ -50,6 +67,13 @@ def _like(x: Tensor, shape) -> Tensor:
         if like.stride() == x.stride():
             return like
     return x.new_empty(shape)
+
+
+def _laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """``values`` in the order of strides of a dense tensor, by operators that a decomposition may hold."""
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    inverse = sorted(range(like.ndim), key=order.__getitem__)
+    return values.permute(order).contiguous().permute(inverse)
 
 
 def _rotated_shape(x: Tensor, positions: Tensor, heads: int, prefix: int, head_dim_first: bool) -> list[int]:
@@ -81,10 +105,10 @@ def _rotate_fake(
     return _like(x, _rotated_shape(x, positions, heads, num_prefix_tokens, head_dim_first))
 
 
-def _rotate_definition(x, positions, freqs, *settings):
+def rotate_definition(x, positions, freqs, *settings):
     _check_devices(x, positions, freqs)
     y = reference.apply_rope(x, positions, freqs, *settings)
-    return _like(x, y.shape).copy_(y)
+    return _laid_out(y, _like(x, y.shape))
 
 
 def _rotate_in_place_fake(x, positions, freqs, *settings):
@@ -115,7 +139,7 @@ def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
     settings, needs = settings_and_needs[:-3], settings_and_needs[-3:]
     results = gradients_by_definition(grad, y, positions, freqs, settings, needs)
     empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs)
-    return tuple(e if r is None else e.copy_(r) for r, e in zip(results, empty, strict=True))
+    return tuple(e if r is None else _laid_out(r, e) for r, e in zip(results, empty, strict=True))
 
 
 def _rotate_by_angles_fake(x, angles):
@@ -152,7 +176,7 @@ def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
 
     results = angle_gradients_by_definition(grad, x, angles, (need_x, need_angles))
     empty = _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles)
-    return tuple(e if r is None else e.copy_(r) for r, e in zip(results, empty, strict=True))
+    return tuple(e if r is None else _laid_out(r, e) for r, e in zip(results, empty, strict=True))
 
 
 def _calculate_angles_fake(positions, freqs):
@@ -170,7 +194,7 @@ def calculate_angles_definition(positions, freqs):
 _operator(
     f"(Tensor x, {_ROTATE}) -> Tensor",
     _rotate_fake,
-    _rotate_definition,
+    rotate_definition,
     "_rotate",
     "apply_rope",
 )

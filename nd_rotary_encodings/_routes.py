@@ -39,11 +39,11 @@ def is_distributed(*tensors: Tensor) -> bool:
 
 
 def needs_definition(*tensors: Tensor) -> bool:
-    """Whether the operators can't be used: by transforms inside ``torch.compile``, and for wrapper subclasses
-    other than DTensor, whose rules for PyTorch's own operators are what makes them work."""
+    """Whether the operators can't be used: by transforms inside ``torch.compile``, for ONNX, which knows no
+    operators but PyTorch's, and wrapper subclasses other than DTensor, which have rules for those only."""
     distributed = is_distributed(*tensors)  # while tracing, too, as it registers the rules
     if is_traced():
-        return is_transformed()
+        return is_transformed() or torch.onnx.is_in_onnx_export()
     return not distributed and any(is_traceable_wrapper_subclass(t) for t in tensors)
 
 
@@ -86,6 +86,8 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
         if settings[0]:  # heads may be sharded, too: each process has some of them
             x = x.unflatten(-1, (settings[0], -1))
             return rotate_any(x, positions, freqs, (0, *settings[1:])).flatten(-2)
+    if torch.onnx.is_in_onnx_export():  # in the strides of the kernel's result, on which views may depend
+        return _ops.rotate_definition(x, positions, freqs, *settings)
     if needs_definition(x, positions, freqs):
         return reference.apply_rope(x, positions, freqs, *settings)
     if is_transformed():
@@ -103,7 +105,8 @@ def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) ->
     if is_transformed():
         return x.copy_(rotate_any(x, positions, freqs, settings))
     if is_traced():
-        if _records(x, positions, freqs):
+        if _records(x, positions, freqs) or torch.compiler.is_exporting():
+            # decompositions() reaches functional operators only
             return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
         torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
         return x
@@ -120,6 +123,7 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
         not _records(qkv, positions, freqs)
         or is_transformed()
         or is_distributed(qkv, positions, freqs)
+        or torch.compiler.is_exporting()
         or torch._C._get_tracing_state() is not None
         or needs_definition(qkv, positions, freqs)
     ):

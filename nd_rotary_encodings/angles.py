@@ -189,6 +189,9 @@ def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd:
         return _rotate(embeddings, rope_encoding)
     if torch.is_grad_enabled() and embeddings.requires_grad and embeddings.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
+        if torch.compiler.is_exporting():  # decompositions() reaches functional operators only
+            return embeddings.copy_(_rotate(embeddings, rope_encoding))
     torch.ops.nd_rotary._rotate_by_angles_(embeddings, rope_encoding)
     if not torch.jit.is_scripting():
         torch.autograd.graph.increment_version(embeddings)

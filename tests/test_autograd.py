@@ -489,6 +489,47 @@ def test_what_is_saved(needs):
     assert saved == {tensor.untyped_storage().data_ptr() for tensor in kept}
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+def test_what_is_saved_may_be_kept_elsewhere(in_place):
+    """As by hooks that move saved tensors to another device or to a file, and give back copies."""
+    inputs = [double(*shape, requires_grad=True) for shape in ((3, 2, 4), (3, 2), (2, 2, 2))]
+
+    def gradients():
+        x = inputs[0] * 1
+        y = apply_rope_(x, *inputs[1:]) if in_place else apply_rope(x, *inputs[1:])
+        return torch.autograd.grad(y.sin().sum(), inputs)
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().tolist(), double_from_list):
+        actual = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def double_from_list(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.fixture
+def deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
+
+
+def test_deterministic_algorithms_change_nothing(deterministic):
+    module = RoPEEncodingND(2, 16, 2, freq_group_pattern=[[1, 0], [1, 1]])
+    query, positions = torch.randn(3, 5, 16, requires_grad=True), (torch.rand(5, 2) * 9).requires_grad_()
+    leaves = [query, positions, *module.freqs]
+    results = []
+    for mode in (False, True):
+        deterministic(mode)
+        rotated = module(query, positions)
+        first = torch.autograd.grad(rotated.sin().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in first), leaves)
+        results.append((rotated, *first, *second))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # ---- in place
 
 

@@ -425,6 +425,21 @@ def test_any_batch_and_number_of_tokens_takes_two_graphs_at_most(kind):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_any_size_of_a_packed_projection_takes_two_graphs_at_most():
+    """What checks whether elements overlap must do so with sizes that are not numbers yet."""
+    counter, freqs = CompileCounterWithBackend("aot_eager"), torch.randn(2, 2, 4)
+
+    def rotate(qkv, positions):
+        return apply_rope_qkv_(qkv * 2, positions, freqs)
+
+    run = torch.compile(rotate, fullgraph=True, backend=counter)
+    for tokens in (3, 5, 8, 13):
+        qkv, positions = torch.randn(2, tokens, 3, 2, 8), torch.rand(tokens, 2) * 9
+        assert torch.equal(run(qkv, positions), rotate(qkv, positions))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("layout", ["interleaved", "half", 4])
 @pytest.mark.parametrize("kind", ["out of place", "in place", "packed"])
