@@ -1,9 +1,10 @@
-"""How far a rotated pair is from the exact one, by position magnitude: ours and float32 arithmetic as users write it.
+"""How far rotated pairs are from the exact ones, by the magnitude of positions.
 
     python benchmarks/precision.py
 
-Error of a pair in units of its norm, the largest of 4096 tokens x 32 pairs; frequencies in [0.1, 1] radians per
-unit. Exact: float64 angles of the same (rounded) frequencies. Prints the table of docs/precision.md.
+Error of a pair in units of its norm, the largest of 4096 tokens x 32 pairs; frequencies in [0.1, 1] radians
+per unit. Exact: float64 angles of unrounded positions and frequencies. "float32 angles" is the definition as
+users write it. Prints the table of docs/precision.md.
 """
 
 import torch

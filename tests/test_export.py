@@ -20,11 +20,6 @@ from nd_rotary_encodings import (
     rotate_embeddings_backward,
 )
 
-# what PyTorch itself does when it copies programs and compiles
-pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
 
 SETTINGS = {"layout": "half", "rotary_offset": 2, "num_prefix_tokens": 1, "inverse": True}
 
