@@ -20,7 +20,6 @@ from nd_rotary_encodings import (
     rotate_embeddings_backward,
 )
 
-
 SETTINGS = {"layout": "half", "rotary_offset": 2, "num_prefix_tokens": 1, "inverse": True}
 
 
