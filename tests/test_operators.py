@@ -819,12 +819,12 @@ OTHER_ERRORS = {
     "calculation, positions without dims": (
         ops._calculate_angles,
         (P[0, 0], F4),
-        "positions need 1 to 15 dims",
+        "positions need 2 to 15 dims",
     ),
     "calculation, positions of 16 dims": (
         ops._calculate_angles,
         (torch.ones(*ONES_15, 2), F4),
-        "1 to 15 dims",
+        "2 to 15 dims",
     ),
     "calculation, other number of axes": (
         ops._calculate_angles,
