@@ -139,6 +139,12 @@ def calculate_rope_backward(
     _check_dims(grad_rope_encoding, "grad_rope_encoding", 3)
     _check_float(grad_rope_encoding, "grad_rope_encoding")
     _check_device(grad_rope_encoding, "grad_rope_encoding", positions, "positions")
+    heads, pairs = rope_freqs.size(2), rope_freqs.size(3)
+    if grad_rope_encoding.size(-1) != pairs or (heads != 1 and grad_rope_encoding.size(-2) != heads):
+        raise ValueError(
+            "Expected grad_rope_encoding to have the heads and pairs of rope_freqs, got shapes "
+            f"{grad_rope_encoding.shape} and {rope_freqs.shape}"
+        )
     grad_positions: Tensor | None = None
     grad_rope_freqs: Tensor | None = None
     dtype = torch.promote_types(

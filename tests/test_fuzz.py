@@ -373,11 +373,9 @@ def is_comparable(call: Call) -> bool:
 def exact(t: Tensor) -> Tensor:
     """A copy of the values in float64."""
     t = t.detach()
-    if not t.is_neg():
-        return t.to(torch.float64, copy=True)
-    if t.dtype in INTEGERS:  # PyTorch can't negate all of them
-        return torch._neg_view(t).to(torch.int64).neg().to(t.dtype).to(torch.float64)
-    return t.resolve_neg().to(torch.float64)
+    if t.is_neg() and t.dtype in INTEGERS:  # PyTorch can't negate all of them
+        t = torch._neg_view(t).to(torch.int64).neg().to(t.dtype)
+    return torch.empty(t.shape, dtype=torch.float64).copy_(t)
 
 
 def rows(t: Tensor, settings: list) -> Tensor:

@@ -726,6 +726,7 @@ ROTATION_ERRORS = {
     "frequencies of 17 dims": ((x(), P, torch.ones(*ONES_16, 2)), "at most 16 dimensions"),
 }
 OTHER_ERRORS = {
+    "no tensor": (ops._rotate, (None, P, F), "not a plain strided tensor"),
     "in place, positions larger": (
         ops._rotate_,
         (x(1, 3, 2, 8), torch.ones(2, 3, 2), F),
