@@ -316,7 +316,8 @@ def change(rng: random.Random, call: Call) -> None:
     argument = call.arguments[at]
     call.changed = True
     if rng.random() < 0.05:
-        call.arguments[at] = rng.choice((*NO_ARGUMENTS, *call.tensors))
+        others = call.tensors if isinstance(argument, Tensor) else []
+        call.arguments[at] = rng.choice((*NO_ARGUMENTS, *others))
         call.comparable = False
     elif isinstance(argument, bool):
         call.arguments[at] = not argument
