@@ -6,8 +6,11 @@ TORCH := torch==2.13.0
 C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c)
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*)
 JOBS ?= 2
+SECONDS ?= 600
+SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=build/sanitize \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 
-.PHONY: demo test test-arm sanitize lint format bench wheel clean
+.PHONY: demo test test-arm sanitize fuzz lint format bench wheel clean
 
 # Writes demo.png
 demo: $(VENV)/demo
@@ -24,13 +27,15 @@ test-arm:
 	$(MAKE) -C tests/c arm
 
 # The same suite on a build that stops at the first invalid access or undefined operation
-sanitize: $(VENV)/test
+sanitize: build/sanitize
 	$(MAKE) -C tests/c sanitize
-	rm -rf build/sanitize
-	ND_ROTARY_SANITIZE=1 $(BIN)/python setup.py -q build --build-lib build/sanitize --build-temp build/sanitize-objects
-	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		PYTHONPATH=build/sanitize $(BIN)/pytest -q -p no:randomly \
-		tests/test_rotate.py tests/test_precision.py tests/test_same_bits.py tests/test_functional.py tests/test_errors.py
+	$(SANITIZED) $(BIN)/pytest -q -p no:randomly \
+		tests/test_rotate.py tests/test_precision.py tests/test_same_bits.py tests/test_functional.py tests/test_errors.py \
+		tests/test_fuzz.py
+
+# Arbitrary calls on that build, for so many seconds
+fuzz: build/sanitize
+	$(SANITIZED) TORCH_CPP_LOG_LEVEL=FATAL $(BIN)/python tests/test_fuzz.py --seconds $(SECONDS)
 
 lint: $(VENV)/lint
 	$(BIN)/ruff check
@@ -59,6 +64,11 @@ $(VENV)/python:
 # ND_ROTARY_WERROR: warnings of the C compiler are errors here, not for users
 $(VENV)/test: $(VENV)/python $(BUILD_INPUTS)
 	ND_ROTARY_WERROR=1 $(BIN)/pip install -q -e '.[test]'
+	touch $@
+
+build/sanitize: $(VENV)/test $(wildcard nd_rotary_encodings/*.py)
+	rm -rf $@
+	ND_ROTARY_SANITIZE=1 $(BIN)/python setup.py -q build --build-lib $@ --build-temp $@-objects
 	touch $@
 
 $(VENV)/demo: $(VENV)/python $(BUILD_INPUTS)

@@ -20,6 +20,7 @@ if os.environ.get("ND_ROTARY_SANITIZE") == "1":
         "-fno-omit-frame-pointer",
         "-fsanitize=address,undefined",
         "-fno-sanitize-recover=all",
+        "-fno-wrapv",  # Python's own flags may have -fwrapv, and then no overflow is found
     ]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

@@ -190,9 +190,10 @@ const char *rope_cpu_run(const rope_args *args, rope_parallel_for *parallel_for)
     if (position_sums) plan.position_sums = next + freq_sums;
 
     /* a piece below some 10 us of work costs more to hand over than to do */
-    const int64_t unit_work =
-        plan.unit_tokens * (plan.unit_repeats * args->heads * args->head_dim + 8 * plan.row) + 1;
-    const int failed = parallel_for(units, larger(32768 / unit_work, 1), run_units, &plan);
+    const double work_per_token =
+        (double)plan.unit_repeats * (double)args->heads * (double)args->head_dim + 8 * (double)plan.row;
+    const double grain = 32768 / ((double)plan.unit_tokens * work_per_token + 1);
+    const int failed = parallel_for(units, larger((int64_t)grain, 1), run_units, &plan);
     if (!failed && !plan.out_of_memory) add_up(&plan);
     free(memory);
     return failed ? "torch could not run the kernel in parallel" : plan.out_of_memory ? no_memory : NULL;

@@ -28,7 +28,7 @@ static settings read_settings(const torch_value *stack) {
 static void split_heads(call *c, tensor *t, const settings *s) {
     if (s->heads == 0 || c->error) return;
     if (s->heads < 0 || s->head_first || t->dims < 1 || t->dims >= ROPE_MAX_DIMS ||
-        t->sizes[t->dims - 1] % s->heads) {
+        t->sizes[t->dims - 1] < s->heads || t->sizes[t->dims - 1] % s->heads) {
         fail(c, "the last dim of the embeddings can't be split into heads");
         return;
     }
@@ -47,6 +47,10 @@ static void split_heads(call *c, tensor *t, const settings *s) {
 static void check_embeddings(call *c, const tensor *x) {
     if (x->dtype >= ROPE_EMBEDDING_DTYPES) fail(c, "embeddings must be float16, bfloat16, float32 or float64");
     if (x->dims < 2) fail(c, "embeddings need the dims of heads and channels");
+}
+
+static void set_zero(const tensor *t) {
+    if (count_of(t) > 0) memset((void *)(uintptr_t)t->data, 0, bytes_of(t));
 }
 
 /* The parts of a call by positions and frequencies; y and saved may be NULL. */
@@ -168,11 +172,12 @@ static void run_parts(call *c, const parts *p, const settings *s) {
                                          .pair = p->grad_freqs->strides[2]};
     if (s->prefix && p->y && p->y->data != x->data)
         copy_prefix(c, &args, &lead, s->prefix, x->strides[token_at], p->y->strides[p->y->dims - x->dims + token_at]);
-    if (count_of(p->positions) == 0) { /* all tokens are prefix tokens */
-        if (p->grad_freqs) memset((void *)(uintptr_t)p->grad_freqs->data, 0, bytes_of(p->grad_freqs));
-        return;
-    }
     if (s->prefix) {
+        if (lead.size[lead.dims - 1] == 0) { /* all tokens are prefix tokens; a step past them may lead anywhere */
+            if (p->grad_positions) set_zero(p->grad_positions);
+            if (p->grad_freqs) set_zero(p->grad_freqs);
+            return;
+        }
         const size_t size = bytes_of(x) / (size_t)count_of(x);
         const tensor *embeddings[] = {x, p->y, p->saved};
         rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
@@ -315,12 +320,11 @@ static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t
     }
     if (need_positions) p.grad_positions = &results[1];
     if (need_freqs) p.grad_freqs = &results[2];
-    if (!c.error && count_of(&grad) == 0)
-        for (int i = 1; i < 3; i++) {
-            if (count_of(&results[i]) > 0) memset((void *)(uintptr_t)results[i].data, 0, bytes_of(&results[i]));
-        }
-    else if (!c.error)
+    if (!c.error && count_of(&grad) > 0)
         run_parts(&c, &p, &s);
+    else if (!c.error)
+        for (int i = 1; i < 3; i++)
+            set_zero(&results[i]);
     finish(&c, stack, results, 3);
 }
 
@@ -333,7 +337,7 @@ static void run_angles(call *c, const tensor *x, const tensor *y, const tensor *
         lead.size[d] = 1;
     for (int w = 0; w < LEAD_TENSORS; w++)
         if (operands[w]) add_lead(c, &lead, w, operands[w]->dims - 2, operands[w]->sizes, operands[w]->strides, 0);
-    if (c->error) return;
+    if (c->error || count_of(y ? y : x) == 0) return;
     const int64_t heads = x->sizes[x->dims - 2], pairs = angles->sizes[angles->dims - 1];
     rope_args args = {.dtype = x->dtype,
                       .heads = heads,
@@ -423,9 +427,9 @@ static void kernel_rotate_by_angles_backward(torch_value *stack, uint64_t inputs
     if (!c.error)
         results[1] = allocate(&c, need_angles ? angles.dims : 1, need_angles ? angles.sizes : nothing, NULL,
                               angles.torch_dtype);
-    if (!c.error && count_of(&grad) == 0 && count_of(&results[1]) > 0)
-        memset((void *)(uintptr_t)results[1].data, 0, bytes_of(&results[1]));
-    else if (!c.error && count_of(&grad) > 0)
+    if (!c.error && count_of(&grad) == 0)
+        set_zero(&results[1]);
+    else if (!c.error)
         run_angles(&c, &grad, need_x ? &results[0] : NULL, need_angles ? &x : NULL, &angles,
                    need_angles ? &results[1] : NULL, 1);
     finish(&c, stack, results, 2);
@@ -439,8 +443,8 @@ static void kernel_calculate_angles(torch_value *stack, uint64_t inputs, uint64_
     int64_t sizes[ROPE_MAX_DIMS];
     if (!c.error && positions.dtype == ROPE_UNSUPPORTED) fail(&c, "positions must be integers or floating point");
     if (!c.error && freqs.dtype >= ROPE_EMBEDDING_DTYPES) fail(&c, "freqs must be floating point");
-    if (!c.error && (positions.dims < 1 || positions.dims >= ROPE_MAX_DIMS || freqs.dims != 4))
-        fail(&c, "positions need 1 to 15 dims, and freqs 4");
+    if (!c.error && (positions.dims < 2 || positions.dims >= ROPE_MAX_DIMS || freqs.dims != 4))
+        fail(&c, "positions need 2 to 15 dims, and freqs 4");
     if (!c.error && (freqs.sizes[0] < 1 || freqs.sizes[0] != positions.sizes[positions.dims - 1]))
         fail(&c, "freqs and positions must have the same number of axes, at least 1");
     if (!c.error) {

@@ -38,6 +38,16 @@ static void count_in(call *c, torch_tensor handle) {
     __atomic_add_fetch(&live_handles, 1, __ATOMIC_RELAXED);
 }
 
+/* No memory holds so many elements, and below this no product that the kernels make of sizes overflows: hence an
+ * empty dim counts as 1. */
+static int too_large(int64_t dims, const int64_t *sizes) {
+    int64_t count = 1;
+    int overflow = 0;
+    for (int64_t d = 0; d < dims; d++)
+        overflow |= __builtin_mul_overflow(count, sizes[d] > 1 ? sizes[d] : 1, &count);
+    return overflow || count > (int64_t)1 << 47;
+}
+
 static tensor describe(call *c, torch_tensor handle) {
     tensor t = {.handle = handle, .dtype = ROPE_UNSUPPORTED};
     int64_t dims, *sizes, *strides;
@@ -50,6 +60,7 @@ static tensor describe(call *c, torch_tensor handle) {
     }
     if (device != torch.aoti_torch_device_type_cpu()) fail(c, "all tensors must be on the CPU");
     if (dims > ROPE_MAX_DIMS) fail(c, "tensors may have at most 16 dimensions");
+    if (too_large(dims, sizes)) fail(c, "tensors may have at most 2^47 elements");
     t.dims = (int)dims;
     t.sizes = sizes;
     t.strides = strides;
@@ -62,17 +73,23 @@ tensor take(call *c, torch_value value) {
     count_in(c, handle);
     tensor t = describe(c, handle);
     if (!c->error && torch.torch_get_const_data_ptr(handle, &t.data)) fail(c, "a tensor has no memory of its own");
+    /* where the storage was resized to nothing, there is no error, and no memory either */
+    if (!c->error && !t.data && count_of(&t) > 0) fail(c, "a tensor has no memory of its own");
     return t;
 }
 
 tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
     int64_t dense[ROPE_MAX_DIMS], step = 1;
+    tensor t = {0};
+    if (too_large(dims, sizes)) {
+        fail(c, "the result would have more than 2^47 elements");
+        return t;
+    }
     for (int d = dims - 1; d >= 0; d--) {
         dense[d] = step;
         step *= sizes[d] > 1 ? sizes[d] : 1;
     }
     torch_tensor handle;
-    tensor t = {0};
     if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype,
                                        torch.aoti_torch_device_type_cpu(), 0, &handle)) {
         fail(c, "the result could not be allocated");

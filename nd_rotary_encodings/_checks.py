@@ -22,7 +22,7 @@ _SEVERAL_VIEWS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"
 
 
 def check_types(x: Tensor, positions: Tensor, freqs: Tensor, name: str, position_name: str) -> None:
-    """Dtypes and devices of the three operands."""
+    """Dtypes, layouts and devices of the three operands."""
     if x.dtype not in EMBEDDING_DTYPES:
         raise ValueError(f"Expected {name} to be float16, bfloat16, float32 or float64, got {x.dtype}")
     if positions.dtype not in POSITION_DTYPES:
@@ -31,6 +31,11 @@ def check_types(x: Tensor, positions: Tensor, freqs: Tensor, name: str, position
         )
     if freqs.dtype not in EMBEDDING_DTYPES:
         raise ValueError(f"Expected freqs to be float16, bfloat16, float32 or float64, got {freqs.dtype}")
+    if not x.layout is positions.layout is freqs.layout is torch.strided:
+        raise ValueError(
+            f"Expected {name}, {position_name} and freqs to be strided, got {x.layout}, {positions.layout} "
+            f"and {freqs.layout}"
+        )
     if not (x.is_cpu and positions.is_cpu and freqs.is_cpu) and not (
         x.device == positions.device == freqs.device
     ):

@@ -53,11 +53,17 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     return dict(_decompositions)
 
 
-def _check_devices(first: Tensor, *others: Tensor) -> None:
-    """The dispatcher takes the kernel of one of the devices; on the CPU the C code checks."""
-    for other in others:
+def _check_backends(first: Tensor, *others: Tensor) -> None:
+    """The dispatcher takes the kernel of one of the devices; for strided tensors on the CPU the C code
+    checks."""
+    for other in (first, *others):
         if other.device != first.device:
             raise RuntimeError(f"all tensors must be on one device, got {first.device} and {other.device}")
+        # arithmetic with sparse tensors skips what they leave out, and angles would be wrong
+        if other.layout != torch.strided or other.is_quantized:
+            raise RuntimeError(
+                f"all tensors must be strided and not quantized, got {other.layout} and {other.dtype}"
+            )
 
 
 def _like(x: Tensor, shape) -> Tensor:
@@ -101,27 +107,27 @@ def _rotate_fake(
     head_dim_first=False,
     inverse=False,
 ):
-    _check_devices(x, positions, freqs)
+    _check_backends(x, positions, freqs)
     return _like(x, _rotated_shape(x, positions, heads, num_prefix_tokens, head_dim_first))
 
 
 def rotate_definition(x, positions, freqs, *settings):
-    _check_devices(x, positions, freqs)
+    _check_backends(x, positions, freqs)
     y = reference.apply_rope(x, positions, freqs, *settings)
     return _laid_out(y, _like(x, y.shape))
 
 
 def _rotate_in_place_fake(x, positions, freqs, *settings):
-    _check_devices(x, positions, freqs)
+    _check_backends(x, positions, freqs)
 
 
 def _rotate_in_place_definition(x, positions, freqs, *settings):
-    _check_devices(x, positions, freqs)
+    _check_backends(x, positions, freqs)
     x.copy_(reference.apply_rope(x, positions, freqs, *settings))
 
 
 def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
-    _check_devices(grad, y, positions, freqs)
+    _check_backends(grad, y, positions, freqs)
     need_x, need_positions, need_freqs = settings_and_needs[-3:]
     return (
         _like(y, y.shape) if need_x else y.new_empty(0),
@@ -135,7 +141,7 @@ def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
 def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
     from ._autograd import gradients_by_definition
 
-    _check_devices(grad, y, positions, freqs)
+    _check_backends(grad, y, positions, freqs)
     settings, needs = settings_and_needs[:-3], settings_and_needs[-3:]
     results = gradients_by_definition(grad, y, positions, freqs, settings, needs)
     empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs)
@@ -143,27 +149,27 @@ def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
 
 
 def _rotate_by_angles_fake(x, angles):
-    _check_devices(x, angles)
+    _check_backends(x, angles)
     lead = torch.broadcast_shapes(x.shape[:-2], angles.shape[:-2])
     return x.new_empty((*lead, *x.shape[-2:]))
 
 
 def _rotate_by_angles_definition(x, angles):
-    _check_devices(x, angles)
+    _check_backends(x, angles)
     return reference.rotate_by_angles(x, angles).contiguous()
 
 
 def _rotate_by_angles_in_place_fake(x, angles):
-    _check_devices(x, angles)
+    _check_backends(x, angles)
 
 
 def _rotate_by_angles_in_place_definition(x, angles):
-    _check_devices(x, angles)
+    _check_backends(x, angles)
     x.copy_(reference.rotate_by_angles(x, angles))
 
 
 def _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles):
-    _check_devices(grad, x, angles)
+    _check_backends(grad, x, angles)
     return (
         x.new_empty(x.shape) if need_x else x.new_empty(0),
         angles.new_empty(angles.shape) if need_angles else angles.new_empty(0),
@@ -171,7 +177,7 @@ def _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles):
 
 
 def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
-    _check_devices(grad, x, angles)
+    _check_backends(grad, x, angles)
     from ._autograd import angle_gradients_by_definition
 
     results = angle_gradients_by_definition(grad, x, angles, (need_x, need_angles))
@@ -180,12 +186,12 @@ def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
 
 
 def _calculate_angles_fake(positions, freqs):
-    _check_devices(positions, freqs)
+    _check_backends(positions, freqs)
     return freqs.new_empty((*positions.shape[:-1], *freqs.shape[-2:]))
 
 
 def calculate_angles_definition(positions, freqs):
-    _check_devices(positions, freqs)
+    _check_backends(positions, freqs)
     wide = reference.wide_dtype(freqs.device)
     freqs_wide = freqs.to(wide).sum(1)
     return (positions.to(wide)[..., None, None] * freqs_wide).sum(-3).to(freqs.dtype)
@@ -236,6 +242,23 @@ _operator(
     "_calculate_angles",
     "calculate_rope",
 )
+
+
+def _with_negative_bit(op):
+    """PyTorch's own way to take views with a lazy minus needs an operator that returns what it writes."""
+
+    def resolved(x, *arguments):
+        arguments = [a.resolve_neg() if isinstance(a, Tensor) else a for a in arguments]
+        y = x.resolve_neg()
+        op(y, *arguments)
+        if y is not x:
+            x.copy_(y)
+
+    return resolved
+
+
+_library.impl("_rotate_", _with_negative_bit(torch.ops.nd_rotary._rotate_), "Negative")
+_library.impl("_rotate_by_angles_", _with_negative_bit(torch.ops.nd_rotary._rotate_by_angles_), "Negative")
 
 DEFAULT_SETTINGS = (0, 2, 0, 0, False, False)
 

@@ -11,7 +11,9 @@ def _needs_definition(a: Tensor, b: Tensor) -> bool:
     return is_transformed() or needs_definition(a, b)
 
 
-def _check_real(tensor: Tensor, name: str) -> None:
+def _check_real_strided(tensor: Tensor, name: str) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"Expected {name} to be strided, got {tensor.layout}")
     if tensor.is_complex():
         raise ValueError(f"Expected {name} to be real, got dtype {tensor.dtype}")
 
@@ -22,7 +24,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _check_float(tensor: Tensor, name: str) -> None:
-    _check_real(tensor, name)
+    _check_real_strided(tensor, name)
     if not _is_float(tensor):
         raise ValueError(
             f"Expected {name} to be float16, bfloat16, float32 or float64, got dtype {tensor.dtype}"
@@ -52,17 +54,18 @@ def _check_freqs(positions: Tensor, rope_freqs: Tensor) -> None:
         )
     if rope_freqs.size(0) == 0:
         raise ValueError(f"Expected at least 1 position axis, got rope_freqs of shape {rope_freqs.shape}")
+    _check_real_strided(positions, "positions")
     if positions.dtype == torch.bool:
         raise ValueError(f"Expected positions to be integers or floating point, got dtype {positions.dtype}")
-    if positions.is_complex() or positions.is_floating_point():
+    if positions.is_floating_point():
         _check_float(positions, "positions")
     _check_float(rope_freqs, "rope_freqs")
     _check_device(positions, "positions", rope_freqs, "rope_freqs")
 
 
 def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
-    _check_real(embeddings, "embeddings")
-    _check_real(rope_encoding, "rope_encoding")
+    _check_real_strided(embeddings, "embeddings")
+    _check_real_strided(rope_encoding, "rope_encoding")
     if not (_is_float(embeddings) and _is_float(rope_encoding)):
         raise ValueError(
             "Expected embeddings and rope_encoding to be floating point, got "
@@ -141,6 +144,12 @@ def calculate_rope_backward(
     _check_dims(grad_rope_encoding, "grad_rope_encoding", 3)
     _check_float(grad_rope_encoding, "grad_rope_encoding")
     _check_device(grad_rope_encoding, "grad_rope_encoding", positions, "positions")
+    heads, pairs = rope_freqs.size(2), rope_freqs.size(3)
+    if grad_rope_encoding.size(-1) != pairs or (heads != 1 and grad_rope_encoding.size(-2) != heads):
+        raise ValueError(
+            "Expected grad_rope_encoding to have the heads and pairs of rope_freqs, got shapes "
+            f"{grad_rope_encoding.shape} and {rope_freqs.shape}"
+        )
     grad_positions: Tensor | None = None
     grad_rope_freqs: Tensor | None = None
     dtype = torch.promote_types(
@@ -148,7 +157,6 @@ def calculate_rope_backward(
     )
     if positions.is_floating_point():
         dtype = torch.promote_types(dtype, positions.dtype)
-    heads = grad_rope_encoding.size(-2)
     grad = grad_rope_encoding.to(dtype)
     if needs_grad_positions:
         # products and sums rather than a matmul, which may run in reduced precision
@@ -159,9 +167,9 @@ def calculate_rope_backward(
         flat = (
             positions.to(dtype)
             .expand(grad.shape[:-2] + (positions.size(-1),))  # noqa: RUF005  (TorchScript)
-            .reshape(-1, positions.size(-1))
+            .flatten(0, -2)
         )
-        rows = grad.reshape(-1, heads, grad.size(-1))
+        rows = grad.flatten(0, -3)
         sums = [(rows * flat[:, a].unsqueeze(-1).unsqueeze(-1)).sum(0) for a in range(flat.size(1))]
         full = torch.stack(sums).unsqueeze(1).expand(-1, rope_freqs.size(1), -1, -1)
         grad_rope_freqs = full.sum_to_size(rope_freqs.shape).to(rope_freqs.dtype).contiguous()

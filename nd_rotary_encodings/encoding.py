@@ -302,7 +302,7 @@ class RoPEEncodingND(nn.Module):
             or type(positions) not in (Tensor, nn.Parameter)
         ):
             return
-        if peek_interpreter_stack() is not None or positions.is_meta:
+        if peek_interpreter_stack() is not None or positions.is_meta or positions.layout != torch.strided:
             return
         if positions.is_cuda and torch.cuda.is_current_stream_capturing():
             return

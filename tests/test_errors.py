@@ -21,13 +21,15 @@ from nd_rotary_encodings import (
 )
 
 
-def t(*shape, dtype=torch.float32, device="cpu"):
+def t(*shape, dtype=torch.float32, device="cpu", layout=torch.strided):
     """Values that no rotation leaves alone."""
-    return torch.full(shape, 2.5, device=device).to(dtype)
+    values = torch.full(shape, 2.5, device=device).to(dtype)
+    return values if layout == torch.strided else values.to_sparse(layout=layout)
 
 
 def assert_refused(call, arguments, options, error, text):
-    tensors = [a for a in (*arguments, *options.values()) if isinstance(a, Tensor) and not a.is_meta]
+    tensors = [a for a in (*arguments, *options.values()) if isinstance(a, Tensor)]
+    tensors = [a for a in tensors if not a.is_meta and a.layout == torch.strided]
     before = [(a.detach().clone(), a._version) for a in tensors]
     with pytest.raises(error, match="^" + re.escape(text)):
         call(*arguments, **options)
@@ -172,6 +174,16 @@ TYPES = {
         {"dtype": torch.float8_e4m3fn},
         "Expected {0}_pos to be integers or real floating point",
     ),
+    "sparse": (
+        {"layout": torch.sparse_coo},
+        {},
+        "Expected {0}, {0}_pos and freqs to be strided, got torch.sparse_coo, torch.strided and",
+    ),
+    "sparse positions": (
+        {},
+        {"layout": torch.sparse_coo},
+        "Expected {0}, {0}_pos and freqs to be strided, got torch.strided, torch.sparse_coo and",
+    ),
     "on another device": (
         {"device": "meta"},
         {},
@@ -275,6 +287,21 @@ ROTATION = {
         "Expected freqs to be float16, bfloat16, float32 or float64, got torch.int32",
     ),
     "complex freqs": ((X, P, F.cfloat()), {}, "Expected freqs to be float16, bfloat16, float32 or float64"),
+    "sparse x": (
+        (X.to_sparse(), P, F),
+        {},
+        "Expected x, positions and freqs to be strided, got torch.sparse_coo, torch.strided and",
+    ),
+    "sparse positions": (
+        (X, P.to_sparse(), F),
+        {},
+        "Expected x, positions and freqs to be strided, got torch.strided, torch.sparse_coo and",
+    ),
+    "sparse freqs": (
+        (X, P, F.to_sparse()),
+        {},
+        "Expected x, positions and freqs to be strided, got torch.strided, torch.strided and",
+    ),
     "x elsewhere": (
         (X.to("meta"), P, F),
         {},
@@ -446,6 +473,11 @@ PROJECTION = {
     "larger positions": ((t(1, 5, 3, 2, 8), t(4, 5, 2), F), {}, "In place, x needs the full shape"),
     "expanded": ((t(5, 3, 2, 8).expand(4, 5, 3, 2, 8), P, F), {}, "In place, expected each element of x"),
     "layout": ((QKV, P, F), {"layout": "other"}, NAME),
+    "sparse positions": (
+        (QKV, P.to_sparse(), F),
+        {},
+        "Expected x, positions and freqs to be strided, got torch.str",
+    ),
     "positions elsewhere": (
         (QKV, P.to("meta"), F),
         {},
@@ -470,12 +502,27 @@ CALCULATION = {
     "freqs of three dims": ((P, F), ValueError, "Expected 4 dimensions for rope_freqs"),
     "freqs of five dims": ((P, FREQS[None]), ValueError, "Expected 4 dimensions for rope_freqs"),
     "other number of axes": ((t(5, 3), FREQS), ValueError, AXES_OF_FREQS + "2 and 3"),
+    "no axes": (
+        (P[:, :0], FREQS[:0]),
+        ValueError,
+        "Expected at least 1 position axis, got rope_freqs of shape",
+    ),
     "complex positions": ((P.cfloat(), FREQS), ValueError, "Expected positions to be real"),
     "complex freqs": ((P, FREQS.cfloat()), ValueError, "Expected rope_freqs to be real"),
 }
 CALCULATION_TYPES = {
     "bool positions": ((P.bool(), FREQS), ValueError, "Expected positions to be "),
     "integer freqs": ((P, FREQS.int()), ValueError, "Expected rope_freqs to be "),
+    "sparse positions": (
+        (P.to_sparse(), FREQS),
+        ValueError,
+        "Expected positions to be strided, got torch.sparse_coo",
+    ),
+    "sparse freqs": (
+        (P, FREQS.to_sparse()),
+        ValueError,
+        "Expected rope_freqs to be strided, got torch.sparse_coo",
+    ),
     "positions elsewhere": (
         (P.to("meta"), FREQS),
         ValueError,
@@ -544,6 +591,21 @@ BY_ANGLES = {
 BY_ANGLES_TYPES = {
     "float8 embeddings": ((E.to(torch.float8_e4m3fn), A), ValueError, "Expected embeddings"),
     "float8 angles": ((E, A.to(torch.float8_e4m3fn)), ValueError, "Expected "),
+    "sparse embeddings": (
+        (E.to_sparse(), A),
+        ValueError,
+        "Expected embeddings to be strided, got torch.sparse_coo",
+    ),
+    "sparse angles": (
+        (E, A.to_sparse()),
+        ValueError,
+        "Expected rope_encoding to be strided, got torch.sparse_coo",
+    ),
+    "17 dims": (
+        (t(*(1,) * 15, 2, 8), t(*(1,) * 15, 2, 4)),
+        RuntimeError,
+        "tensors may have at most 16 dimensions",
+    ),
 }
 
 
@@ -566,9 +628,27 @@ def test_calculate_rope_backward_refuses(arguments, error, text):
     assert_refused(calculate_rope_backward, (G, *arguments, True, True), {}, error, text)
 
 
-def test_calculate_rope_backward_refuses_a_gradient_of_two_dims():
-    text = "Expected at least 3 dimensions for grad_rope_encoding"
-    assert_refused(calculate_rope_backward, (t(2, 4), P, FREQS, True, True), {}, ValueError, text)
+def test_calculate_rope_refuses_positions_of_16_dims():
+    text = "positions need 2 to 15 dims"
+    assert_refused(calculate_rope, (t(*(1,) * 15, 2), FREQS), {}, RuntimeError, text)
+
+
+GRADIENTS_OF_ANGLES = {
+    "two dims": (t(2, 4), "Expected at least 3 dimensions for grad_rope_encoding"),
+    "other heads": (t(5, 3, 4), "Expected grad_rope_encoding to have the heads and pairs of rope_freqs"),
+    "one head": (t(5, 1, 4), "Expected grad_rope_encoding to have the heads and pairs of rope_freqs"),
+    "one pair": (t(5, 2, 1), "Expected grad_rope_encoding to have the heads and pairs of rope_freqs"),
+    "integers": (G.int(), "Expected grad_rope_encoding to be float16, bfloat16, float32 or float64"),
+    "complex": (G.cfloat(), "Expected grad_rope_encoding to be real"),
+    "sparse": (G.to_sparse(), "Expected grad_rope_encoding to be strided, got torch.sparse_coo"),
+    "elsewhere": (G.to("meta"), "Expected grad_rope_encoding and positions to be on one device"),
+}
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(("gradient", "text"), GRADIENTS_OF_ANGLES.values(), ids=GRADIENTS_OF_ANGLES.keys())
+def test_calculate_rope_backward_refuses_a_gradient(gradient, text, needs):
+    assert_refused(calculate_rope_backward, (gradient, P, FREQS, *needs), {}, ValueError, text)
 
 
 @pytest.mark.parametrize("needs_autograd", [True, False], ids=["out of place", "in place"])
@@ -602,6 +682,11 @@ GRADIENTS = {
         "Expected grad_embeddings_rotated and embeddings to have the same shape",
     ),
     "complex": ((E.cfloat(), E, A), "Expected grad_embeddings_rotated to be real"),
+    "integers": (
+        (E.int(), E, A),
+        "Expected grad_embeddings_rotated to be float16, bfloat16, float32 or float64",
+    ),
+    "sparse": ((E.to_sparse(), E, A), "Expected grad_embeddings_rotated to be strided, got torch.sparse_coo"),
     "elsewhere": ((E.to("meta"), E, A), "Expected grad_embeddings_rotated"),
 }
 
@@ -612,11 +697,6 @@ def test_rotate_embeddings_backward_refuses_a_gradient(arguments, text, needs_au
     assert_refused(
         rotate_embeddings_backward, arguments, {"needs_autograd": needs_autograd}, ValueError, text
     )
-
-
-def test_gradient_of_angles_elsewhere_is_refused():
-    arguments = (G.to("meta"), P, FREQS, True, True)
-    assert_refused(calculate_rope_backward, arguments, {}, ValueError, "Expected grad_rope_encoding")
 
 
 IN_PLACE_BY_ANGLES = {

@@ -759,6 +759,7 @@ ROTATION_ERRORS = {
     "frequencies of 17 dims": ((x(), P, torch.ones(*ONES_16, 2)), "at most 16 dimensions"),
 }
 OTHER_ERRORS = {
+    "no tensor": (ops._rotate, (None, P, F), "not a plain strided tensor"),
     "in place, positions larger": (
         ops._rotate_,
         (x(1, 3, 2, 8), torch.ones(2, 3, 2), F),
@@ -852,12 +853,12 @@ OTHER_ERRORS = {
     "calculation, positions without dims": (
         ops._calculate_angles,
         (P[0, 0], F4),
-        "positions need 1 to 15 dims",
+        "positions need 2 to 15 dims",
     ),
     "calculation, positions of 16 dims": (
         ops._calculate_angles,
         (torch.ones(*ONES_15, 2), F4),
-        "1 to 15 dims",
+        "2 to 15 dims",
     ),
     "calculation, other number of axes": (
         ops._calculate_angles,

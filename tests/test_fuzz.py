@@ -1,0 +1,758 @@
+"""Arbitrary calls of ``torch.ops.nd_rotary.*``, past the checks in Python: each returns what the definition
+gives, or raises and changes nothing.
+
+As a program it goes on for a given time and reports what came, which ``make fuzz`` does on a build with
+sanitizers. Each call is drawn from a number of its own: ``python tests/test_fuzz.py --first 1234 --calls 1``
+repeats one.
+"""
+
+import argparse
+import collections
+import contextlib
+import math
+import random
+import re
+import resource
+import tempfile
+import time
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from nd_rotary_encodings import _C, apply_rope, apply_rope_, reference, rotate_embeddings
+
+ops = torch.ops.nd_rotary
+EMBEDDINGS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (
+    *(torch.uint8, torch.int8, torch.int16, torch.uint16),
+    *(torch.int32, torch.uint32, torch.int64, torch.uint64),
+)
+OTHERS = (
+    *(torch.bool, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu),
+)
+# Memory refuses all of them; smaller ones it might grant, and sizes in between would take forever.
+HUGE = (2**46, 2**47, 2**48, 2**53, 2**61, 2**62, 2**63 - 1)
+NUMBERS = (
+    *(0, 1, 2, 3, 4, 6, 8, 16, 17, -1, -2, -3, 2**31 - 1, 2**31, 2**32, 2**47, 2**61),
+    *(2**62, 2**63 - 4, 2**63 - 2, 2**63 - 1, -(2**62), -(2**63) + 1, -(2**63)),
+)
+NO_ARGUMENTS = (None, 1.5, "x", [], 2**63, -(2**63) - 1, torch.float32)
+# NotImplementedError is a RuntimeError; None has no attributes of a tensor
+ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError)
+
+
+# ---- tensors
+
+
+def is_huge(shape) -> bool:
+    return any(n >= 2**40 for n in shape)
+
+
+def special_values(dtype: torch.dtype) -> list:
+    if dtype.is_floating_point:
+        limits = torch.finfo(dtype)
+        tiny = limits.smallest_normal
+        return [0.0, -0.0, math.nan, math.inf, -math.inf, limits.max, limits.min, tiny, -tiny * limits.eps]
+    limits = torch.iinfo(dtype)
+    return [limits.min, limits.max, limits.max - 1, 0, 1]
+
+
+def values(rng: random.Random, shape, dtype: torch.dtype) -> Tensor:
+    """Ordinary ones; where a size is huge, one entry stands for all."""
+    small = [1 if is_huge([n]) else n for n in shape]
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+    t = torch.randn(small, generator=generator, dtype=torch.float64) * rng.choice((1, 1, 1, 30))
+    return (t if dtype.is_floating_point else t.abs().round().long()).to(dtype).expand(*shape)
+
+
+def placed(rng: random.Random, t: Tensor, expand: bool) -> Tensor:
+    """The values in a buffer of their own: dims in any order, gaps, an offset, and something else around."""
+    if is_huge(t.shape):
+        return t
+    if expand and t.ndim and rng.random() < 0.1:
+        dim = rng.randrange(t.ndim)
+        base = placed(rng, t.narrow(dim, 0, min(1, t.shape[dim])), False)
+        return base.expand(t.shape)
+    order, strides, step = list(range(t.ndim)), [0] * t.ndim, 1
+    if rng.random() < 0.4:
+        rng.shuffle(order)
+    for dim in reversed(order):
+        step *= rng.choice((1, 1, 1, 1, 1, 1, 2, 3))
+        strides[dim] = step
+        step *= max(t.shape[dim], 1)
+    offset = rng.choice((0, 0, 1, 5))
+    buffer = torch.ones(offset + step + 3, dtype=torch.float64).to(t.dtype)
+    return buffer.as_strided(t.shape, strides, offset).copy_(t)
+
+
+def size(rng: random.Random, least: int = 1, most: int = 4) -> int:
+    """Seldom 0, seldom huge."""
+    kind = rng.random()
+    if kind < 0.02:
+        return 0
+    return rng.choice(HUGE) if kind < 0.05 else rng.randint(least, most)
+
+
+def shorter(rng: random.Random, lead: list[int]) -> list[int]:
+    """Leading dims that broadcast to ``lead``."""
+    lead = lead[rng.randint(0, len(lead)) if rng.random() < 0.2 else 0 :]
+    return [1 if rng.random() < 0.2 else n for n in lead]
+
+
+# ---- valid calls
+
+
+class Call:
+    def __init__(self, name: str, arguments: list, writes: bool = False):
+        self.name, self.arguments, self.writes = name, arguments, writes
+        self.changed = False  # whether anything may be wrong with it
+        self.comparable = True  # whether its values can be computed in another way, as far as arguments say
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [a for a in self.arguments if isinstance(a, Tensor)]
+
+    @property
+    def huge(self) -> bool:
+        return any(is_huge(t.shape) for t in self.tensors)
+
+    @property
+    def endless(self) -> bool:
+        """Whether it may be valid, allocate little, and take years."""
+        first, *_ = self.arguments
+        if "backward" in self.name:
+            needs_first = self.arguments[-2 if "angles" in self.name else -3]
+            return isinstance(first, Tensor) and is_huge(first.shape) and not needs_first
+        *_, freqs = self.arguments
+        return "calculate" in self.name and isinstance(freqs, Tensor) and is_huge(freqs.shape[1:2])
+
+    def __call__(self):
+        return getattr(ops, self.name)(*self.arguments)
+
+
+def rotation(rng: random.Random, name: str) -> Call:
+    writes, backward = name == "_rotate_", name == "_rotate_backward"
+    lead = [size(rng) for _ in range(rng.randint(0, 3))]
+    head_first = bool(lead) and rng.random() < 0.3
+    n_heads, axes, pairs = size(rng, most=3), max(size(rng), 1), rng.choice((0, 1, 2, 3, 4, 6, 8, 9, 17))
+    offset = rng.choice((0, 0, 0, 1, 2, 5))
+    head_dim = offset + 2 * pairs + rng.choice((0, 0, 0, 1, 3))
+    if rng.random() < 0.02:
+        head_dim = rng.choice(HUGE)
+        pairs = rng.choice((pairs, head_dim // 4))
+    joined = (
+        not head_first and n_heads and head_dim and not is_huge((n_heads, head_dim)) and rng.random() < 0.3
+    )
+    blocks = [2 * half for half in range(1, min(pairs, 20) + 1) if pairs % half == 0] or [2, 4]
+    prefix = rng.randint(0, min(lead[-1], 3)) if lead and rng.random() < 0.3 else 0
+    positions_lead = shorter(rng, [*lead[:-1], lead[-1] - prefix] if lead else [])
+    if not (writes or backward):
+        lead = [*(1 if rng.random() < 0.1 else n for n in lead[:-1]), *lead[-1:]]
+        if len(positions_lead) == len(lead) and rng.random() < 0.2:
+            positions_lead = [size(rng), *positions_lead]
+    shape = [*lead, n_heads * head_dim] if joined else [*lead, n_heads, head_dim]
+    if head_first:
+        shape = [*lead[:-1], n_heads, lead[-1], head_dim]
+    dtype = rng.choice(EMBEDDINGS)
+    x = placed(rng, values(rng, shape, dtype), not writes)
+    positions = placed(rng, values(rng, [*positions_lead, axes], rng.choice(EMBEDDINGS + INTEGERS)), True)
+    freqs = values(rng, [axes, rng.choice((1, n_heads)), pairs], rng.choice(EMBEDDINGS))
+    settings = [n_heads if joined else 0, rng.choice(blocks), offset, prefix, head_first, rng.random() < 0.3]
+    arguments = [x, positions, placed(rng, freqs, True), *settings]
+    if not backward:
+        return Call(name, arguments, writes)
+    grad = placed(rng, values(rng, shape, dtype), True)
+    needs = [rng.random() < 0.8, positions.is_floating_point() and rng.random() < 0.8, rng.random() < 0.8]
+    return Call(name, [grad, *arguments, *needs])
+
+
+def rotation_by_angles(rng: random.Random, name: str) -> Call:
+    writes, backward = name == "_rotate_by_angles_", name == "_rotate_by_angles_backward"
+    lead, n_heads, pairs = [size(rng) for _ in range(rng.randint(0, 3))], size(rng, most=3), size(rng, 0, 20)
+    if is_huge([pairs]):
+        pairs //= 2
+    angles_lead = [1 if rng.random() < 0.2 else n for n in lead]
+    if not (writes or backward):
+        lead = [1 if rng.random() < 0.1 else n for n in lead]
+    dtype, shape = rng.choice(EMBEDDINGS), [*lead, n_heads, 2 * pairs]
+    x = placed(rng, values(rng, shape, dtype), not writes)
+    angles = values(rng, [*angles_lead, rng.choice((1, n_heads)), pairs], rng.choice(EMBEDDINGS))
+    arguments = [x, placed(rng, angles, True)]
+    if not backward:
+        return Call(name, arguments, writes)
+    grad = placed(rng, values(rng, shape, dtype), True)
+    return Call(name, [grad, *arguments, rng.random() < 0.8, rng.random() < 0.8])
+
+
+def calculation(rng: random.Random, name: str) -> Call:
+    lead, axes = [size(rng) for _ in range(rng.randint(1, 3))], max(size(rng), 1)
+    positions = values(rng, [*lead, axes], rng.choice(EMBEDDINGS + INTEGERS))
+    freqs = values(rng, [axes, size(rng), size(rng, most=3), size(rng, 0, 9)], rng.choice(EMBEDDINGS))
+    return Call(name, [placed(rng, positions, True), placed(rng, freqs, True)])
+
+
+OPERATORS = {
+    "_rotate": rotation,
+    "apply_rope": rotation,
+    "_rotate_": rotation,
+    "_rotate_backward": rotation,
+    "_rotate_by_angles": rotation_by_angles,
+    "rotate_embeddings": rotation_by_angles,
+    "_rotate_by_angles_": rotation_by_angles,
+    "_rotate_by_angles_backward": rotation_by_angles,
+    "_calculate_angles": calculation,
+    "calculate_rope": calculation,
+}
+
+
+# ---- what may be wrong
+
+
+def with_special_values(rng, t):
+    t = t.clone()
+    kinds = torch.tensor(special_values(t.dtype), dtype=t.dtype)
+    index = torch.tensor([rng.randrange(3 * len(kinds)) for _ in range(t.numel())], dtype=torch.long).view(
+        t.shape
+    )
+    chosen = kinds.view(torch.uint8).view(len(kinds), -1)[index % len(kinds)].flatten(-2).view(t.dtype)
+    return torch.where(index < len(kinds), chosen.view(t.shape), t)
+
+
+def with_more_dims(rng, t):
+    return t[(None,) * rng.choice((1, 1, 2, 12, 13, 14, 15, 16))]
+
+
+def with_fewer_dims(rng, t):
+    return t.select(rng.randrange(t.ndim), 0)
+
+
+def with_another_size(rng, t):
+    dim = rng.randrange(t.ndim)
+    kind = rng.random()
+    if kind < 0.3:
+        return t.narrow(dim, 0, 0)
+    if kind < 0.6:
+        return t.narrow(dim, 0, t.shape[dim] - 1)
+    return torch.cat((t, t.narrow(dim, 0, 1)), dim)
+
+
+def expanded(rng, t):
+    dim, shape = rng.randrange(t.ndim), list(t.shape)
+    shape[dim] = rng.choice((2, t.shape[dim], *HUGE))
+    return t.narrow(dim, 0, 1).expand(shape)
+
+
+def overlapping(rng, t):
+    return t.as_strided(t.shape, [min(s, rng.choice((0, 1, 1, 2))) for s in t.stride()])
+
+
+def with_far_strides(rng, t):
+    """Of dims along which no step is ever made."""
+    empty = t.numel() == 0
+    strides = [
+        2**62 if (empty or n == 1) and rng.random() < 0.7 else s
+        for n, s in zip(t.shape, t.stride(), strict=True)
+    ]
+    return t.as_strided(t.shape, strides)
+
+
+def with_requires_grad(rng, t):
+    leaf = t.detach().requires_grad_()
+    return rng.choice((leaf, leaf, torch.nn.Parameter(t.detach()), leaf * 1, leaf.view_as(leaf)))
+
+
+def without_memory(rng, t):
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def of_another_dtype(rng, t):
+    return t.to(rng.choice(EMBEDDINGS + INTEGERS + OTHERS))
+
+
+def quantized(rng, t):
+    return torch.quantize_per_tensor(t.float(), 0.1, 0, rng.choice((torch.qint8, torch.quint8)))
+
+
+# fit for huge tensors, too
+CHANGES_OF_VIEWS = (
+    with_more_dims,
+    with_fewer_dims,
+    expanded,
+    with_far_strides,
+    lambda rng, t: torch._neg_view(t),
+    lambda rng, t: t.to("meta"),
+)
+CHANGES = (
+    *CHANGES_OF_VIEWS,
+    *(with_special_values,) * 5,
+    *(with_another_size,) * 2,
+    *(with_requires_grad,) * 4,
+    *(of_another_dtype,) * 2,
+    overlapping,
+    without_memory,
+    quantized,
+    lambda rng, t: torch.complex(t, t).conj().imag,
+    lambda rng, t: torch.complex(t, t).conj(),
+    lambda rng, t: torch._lazy_clone(t),
+    lambda rng, t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    lambda rng, t: t.to_sparse(),
+    lambda rng, t: t.to_sparse_csr(),
+    lambda rng, t: t.to_mkldnn(),
+)
+
+
+def has_memory(t: Tensor) -> bool:
+    storage = storage_of(t)
+    return storage is None or storage.numel() > 0 or t.numel() == 0
+
+
+def change(rng: random.Random, call: Call) -> None:
+    at = rng.randrange(len(call.arguments))
+    argument = call.arguments[at]
+    call.changed = True
+    if rng.random() < 0.05:
+        others = call.tensors if isinstance(argument, Tensor) else []
+        call.arguments[at] = rng.choice((*NO_ARGUMENTS, *others))
+        call.comparable = False
+    elif isinstance(argument, bool):
+        call.arguments[at] = not argument
+    elif isinstance(argument, int):
+        call.arguments[at] = rng.choice(NUMBERS)
+    elif isinstance(argument, Tensor) and has_memory(argument) and not argument.is_quantized:
+        # what else is done to a tensor without memory or to a quantized one may crash PyTorch itself
+        with contextlib.suppress(Exception):  # not every change fits every tensor
+            call.arguments[at] = rng.choice(CHANGES_OF_VIEWS if call.huge else CHANGES)(rng, argument)
+
+
+def draw(number: int) -> Call | None:
+    """Call number so and so; None where it can't be made."""
+    rng = random.Random(number)
+    name = rng.choice(list(OPERATORS))
+    try:
+        call = OPERATORS[name](rng, name)
+    except RuntimeError:  # of two huge sizes
+        return None
+    for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3))):
+        change(rng, call)
+    return None if call.endless else call
+
+
+# ---- what must hold
+
+
+def storage_of(t: Tensor) -> Tensor | None:
+    """All bytes that ``t`` lies in, where it has memory on the CPU."""
+    if t.layout != torch.strided or t.device.type != "cpu" or t.is_quantized or t._is_zerotensor():
+        return None
+    return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+
+
+def bytes_of_elements(t: Tensor, storage: Tensor) -> Tensor:
+    mask = torch.zeros(storage.numel() // t.element_size(), dtype=torch.bool)
+    mask.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
+    return mask.repeat_interleave(t.element_size())
+
+
+def is_comparable(call: Call) -> bool:
+    """Whether its values can be computed in another way."""
+    if call.huge or not call.comparable:
+        return False
+    if not all(
+        storage_of(t) is not None and has_memory(t) and t.dtype in EMBEDDINGS + INTEGERS for t in call.tensors
+    ):
+        return False
+    x = call.arguments[0]
+    overlaps = call.writes and bytes_of_elements(x, storage_of(x)).sum() < x.numel() * x.element_size()
+    return not overlaps
+
+
+def exact(t: Tensor) -> Tensor:
+    """A copy of the values in float64."""
+    t = t.detach()
+    if t.is_neg() and t.dtype in INTEGERS:  # PyTorch can't negate all of them
+        t = torch._neg_view(t).to(torch.int64).neg().to(t.dtype)
+    return torch.empty(t.shape, dtype=torch.float64).copy_(t)
+
+
+def rows(t: Tensor, settings: list) -> Tensor:
+    """As [..., N, H, D]."""
+    heads, _, _, _, head_first, _ = settings
+    if heads:
+        return t.unflatten(-1, (heads, -1))
+    return t.transpose(-3, -2) if head_first else t
+
+
+def angles_of(positions: Tensor, freqs: Tensor) -> Tensor:
+    return (positions[..., None, None] * (freqs.sum(1) if freqs.ndim == 4 else freqs)).sum(-3)
+
+
+def largest(t: Tensor) -> Tensor:
+    return t.abs().amax(-1) if t.shape[-1] else t.sum(-1)
+
+
+def assert_rotated(y: Tensor, tensors: list[Tensor], settings: list) -> None:
+    """Each head within a few roundings of its largest channel, where the angles are known so well."""
+    x, *operands = tensors
+    expected = reference.apply_rope(*tensors, *settings) if settings else reference.rotate_by_angles(*tensors)
+    assert y.shape == expected.shape
+    bounds = angles_of(*(t.abs() for t in operands)) if settings else operands[0].abs()
+    if settings:
+        y, expected, x = (rows(t, settings) for t in (y, expected, x))
+        prefix = settings[3]
+        if prefix:
+            first = x[..., :prefix, :, :].expand(*y.shape[:-3], prefix, *y.shape[-2:])
+            assert torch.equal(y[..., :prefix, :, :].double().nan_to_num(7), first.nan_to_num(7))
+            y, expected, x = (t[..., prefix:, :, :] for t in (y, expected, x))
+    limits = torch.finfo(y.dtype)
+    bound, amplitude, error = torch.broadcast_tensors(
+        largest(bounds), largest(x), largest(y.double() - expected)
+    )
+    allowed = amplitude * (4 * limits.eps + bound * 2**-50) + limits.smallest_normal * limits.eps
+    sure = (bound < 2**40) & (amplitude < limits.max / 4)
+    assert (error <= allowed)[sure].all()
+
+
+def assert_calculated(angles: Tensor, tensors: list[Tensor]) -> None:
+    expected, bound = angles_of(*tensors), angles_of(*(t.abs() for t in tensors))
+    limits = torch.finfo(angles.dtype)
+    assert angles.shape == expected.shape
+    allowed = bound * (limits.eps + 2**-50) + limits.smallest_normal * limits.eps
+    assert ((angles - expected).abs() <= allowed)[bound < limits.max / 2].all()
+
+
+def gradients(kind, tensors: list[Tensor], settings: list, grad: Tensor):
+    """Of all tensors, and the sums of the magnitudes of what is added up in each."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    sizes = [t.abs().requires_grad_() for t in tensors]
+    if kind is calculation:
+        expected = torch.autograd.grad(angles_of(*leaves), leaves, grad)
+        return expected, torch.autograd.grad(angles_of(*sizes), sizes, grad.abs())
+    if kind is rotation:
+        y, angles = reference.apply_rope(*leaves, *settings), angles_of(*sizes[1:])
+        x_rows, grad_rows = rows(tensors[0], settings), rows(grad, settings)
+        if settings[3]:
+            x_rows, grad_rows = (t[..., settings[3] :, :, :] for t in (x_rows, grad_rows))
+    else:
+        y, angles = reference.rotate_by_angles(*leaves), sizes[1] * 1
+        x_rows, grad_rows = tensors[0], grad
+    expected = torch.autograd.grad(y, leaves, grad, allow_unused=True, materialize_grads=True)
+    by_angle = (2 * largest(x_rows) * largest(grad_rows))[..., None]
+    by_angle = by_angle.expand(*by_angle.shape[:-1], angles.shape[-1])
+    of_x = torch.full_like(expected[0], float(grad.abs().sum()) if grad.numel() else 0.0)
+    return expected, (of_x, *torch.autograd.grad(angles, sizes[1:], by_angle.sum_to_size(angles.shape)))
+
+
+def assert_gradients(
+    kind, results: list, tensors: list[Tensor], settings: list, grad: Tensor, eps: float
+) -> None:
+    """``results`` are None where not asked for."""
+    if not all(bool((t.abs() < 1e3).all()) for t in (*tensors, grad)):
+        return
+    for result, expected, scale in zip(results, *gradients(kind, tensors, settings, grad), strict=True):
+        if result is None:
+            continue
+        limits = torch.finfo(result.dtype)
+        allowed = scale * 64 * max(eps, limits.eps) + limits.smallest_normal
+        assert result.shape == expected.shape
+        assert ((result.double() - expected).abs() <= allowed)[scale < limits.max / 2].all()
+
+
+def assert_result(call: Call, result, copies: list[Tensor], generator: random.Random) -> None:
+    kind = OPERATORS[call.name]
+    settings = [a for a in call.arguments if not isinstance(a, Tensor)]
+    if kind is rotation and not copies[-1].shape[-1]:
+        settings[1] = 2  # without pairs any block will do, and in the definition overflow
+    eps = max(torch.finfo(t.dtype).eps for t in call.tensors if t.is_floating_point())
+    if "backward" in call.name:
+        count = len(result)
+        needs, settings = settings[-count:], settings[:-count]
+        grad, x, *operands = copies
+        if kind is rotation:  # of the output
+            x = reference.apply_rope(x, *operands, *settings[:-1], not settings[-1])
+        results = [r if need else None for r, need in zip(result, needs, strict=True)]
+        assert_gradients(kind, results, [x, *operands], settings, grad, eps)
+        return
+    y = call.arguments[0] if call.writes else result
+    if kind is calculation:
+        assert_calculated(y.detach(), copies)
+    else:
+        assert_rotated(y.detach(), copies, settings)
+    if y.requires_grad and call.name in ("apply_rope", "rotate_embeddings", "calculate_rope"):
+        grad = values(generator, y.shape, y.dtype)
+        wanted = [t for t in call.tensors if t.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, grad))
+        results = [next(found) if t.requires_grad else None for t in call.tensors]
+        assert_gradients(kind, results, copies, settings, grad.double(), eps)
+
+
+def check(call: Call, number: int) -> str:
+    """Makes the call; returns what became of it."""
+    kept = [(t, storage_of(t)) for t in call.tensors]
+    kept = [(t, storage, storage.clone()) for t, storage in kept if storage is not None]
+    copies = [exact(t) for t in call.tensors] if is_comparable(call) else None
+    try:
+        result, outcome = call(), "returned"
+    except ERRORS as error:
+        assert call.changed or call.huge, f"refused, though nothing is wrong with it: {error}"
+        result, outcome = None, f"{type(error).__name__}: {error}"
+    assert _C.live_handles() == 0
+    for _, storage, before in kept:
+        same = storage == before
+        if call.writes and outcome == "returned" and storage.data_ptr() == kept[0][1].data_ptr():
+            same |= bytes_of_elements(kept[0][0], storage)
+        assert same.all(), "wrote where nothing is to be written"
+    if copies is not None and outcome == "returned":
+        assert_result(call, result, copies, random.Random(number))
+    return outcome
+
+
+def describe(call: Call) -> str:
+    def text(argument) -> str:
+        if not isinstance(argument, Tensor):
+            return repr(argument)
+        memory = argument.stride() if argument.layout == torch.strided else argument.layout
+        return f"{argument.dtype} {list(argument.shape)} {memory}"
+
+    return f"{call.name}({', '.join(text(a) for a in call.arguments)})"
+
+
+def run(numbers, note=lambda number: None) -> collections.Counter:
+    """How often each operator returned or raised what."""
+    outcomes = collections.Counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in numbers:
+            note(number)
+            call = draw(number)
+            if call is None:
+                continue
+            try:
+                outcomes[call.name, check(call, number)] += 1
+            except BaseException as error:
+                raise AssertionError(f"call {number}: {describe(call)}") from error
+    return outcomes
+
+
+@pytest.mark.parametrize("first", range(0, 2000, 500))
+def test_arbitrary_calls_return_what_the_definition_gives_or_raise_and_change_nothing(first):
+    outcomes = run(range(first, first + 500))
+    returned = collections.Counter()
+    for (name, outcome), count in outcomes.items():
+        returned[name] += count if outcome == "returned" else 0
+    # neither nothing but errors nor no errors
+    assert set(returned) == set(OPERATORS)
+    assert all(returned.values())
+    assert 0.4 < returned.total() / outcomes.total() < 0.8
+
+
+# ---- one of each kind of what it found
+
+
+X, P, F = torch.ones(3, 2, 8), torch.ones(3, 2), torch.ones(2, 2, 4)
+A, F4 = torch.ones(3, 2, 4), torch.ones(2, 1, 2, 4)
+NEEDS = (True, True, True)
+
+
+def wide(t: Tensor, dim: int, n: int) -> Tensor:
+    return t.narrow(dim, 0, 1).expand(*(n if d == dim else m for d, m in enumerate(t.shape)))
+
+
+LARGE = {
+    "embeddings": (ops._rotate, (wide(X, 0, 2**45), P[0], F), "at most 2^47 elements"),
+    "embeddings in place": (ops._rotate_, (wide(X, 0, 2**45), P[0], F), "at most 2^47 elements"),
+    "embeddings without channels": (
+        ops._rotate,
+        (wide(X[..., :0], 0, 2**60), P[0], F),
+        "at most 2^47 elements",
+    ),
+    "positions": (ops._rotate, (X, wide(P, 0, 2**60), F), "at most 2^47 elements"),
+    "frequencies": (ops._rotate, (X, P, wide(F, 2, 2**58)), "at most 2^47 elements"),
+    "groups": (ops._calculate_angles, (P, wide(F4, 1, 2**58)), "at most 2^47 elements"),
+    "angles": (ops._rotate_by_angles, (X, wide(A, 0, 2**58)), "at most 2^47 elements"),
+    "heads of no channels": (ops._rotate, (X[..., 0, :0], P, F, 2**62), "can't be split into heads"),
+    "result of too many elements": (
+        ops._rotate,
+        (wide(X[:1], 0, 2**40), wide(P[:1, None], 0, 2**40), F),
+        "the result would have more than 2^47 elements",
+    ),
+    "angles of too many elements": (
+        ops._calculate_angles,
+        (wide(P, 0, 2**40), wide(F4, 3, 2**40)),
+        "the result would have more than 2^47 elements",
+    ),
+    "result of more than memory": (
+        ops._rotate,
+        (wide(X.double(), 0, 2**43), P[:1], F),
+        "the result could not be allocated",
+    ),
+    "scratch of more than memory": (
+        ops._rotate,
+        (X, wide(P, 1, 2**45), wide(F[:, :1, :1], 0, 2**45)),
+        "out of memory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "arguments", "text"), LARGE.values(), ids=LARGE.keys())
+def test_sizes_beyond_memory_are_refused(op, arguments, text):
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        op(*arguments)
+
+
+def test_strides_of_a_tensor_without_elements_mean_nothing():
+    x = torch.empty(0).as_strided((5, 5, 2, 0), (2**62, 2**61, 1, 1))
+    angles = torch.empty(0).as_strided((5, 1, 2, 0), (2**62, 2**61, 2**62, 1))
+    assert ops._rotate_by_angles(x, angles).shape == x.shape
+    ops._rotate_by_angles_(x, angles)
+    assert ops._rotate_by_angles_backward(x, x, angles, True, True)[1].shape == angles.shape
+    assert ops._rotate(x, torch.ones(5, 2), F[..., :0]).shape == x.shape
+
+
+NO_MEMORY = {
+    "embeddings": (ops._rotate, (X, P, F), 0),
+    "embeddings in place": (ops._rotate_, (X, P, F), 0),
+    "positions": (ops._rotate, (X, P, F), 1),
+    "frequencies": (ops._rotate, (X, P, F), 2),
+    "angles": (ops._rotate_by_angles, (X, A), 1),
+    "gradient": (ops._rotate_by_angles_backward, (X, X, A, True, True), 0),
+    "frequencies in groups": (ops._calculate_angles, (P, F4), 1),
+}
+
+
+@pytest.mark.parametrize(("op", "arguments", "at"), NO_MEMORY.values(), ids=NO_MEMORY.keys())
+def test_a_tensor_whose_storage_was_freed_is_refused(op, arguments, at):
+    freed = arguments[at].clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="a tensor has no memory of its own"):
+        op(*arguments[:at], freed, *arguments[at + 1 :])
+
+
+OTHER_LAYOUTS = {
+    "sparse": lambda t: t.to_sparse(),
+    "compressed rows": lambda t: t.to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+}
+CALLS = {
+    "_rotate": (X, P, F),
+    "apply_rope": (X, P, F),
+    "_rotate_": (X, P, F),
+    "_rotate_backward": (X, X, P, F, 0, 2, 0, 0, False, False, *NEEDS),
+    "_rotate_by_angles": (X, A),
+    "rotate_embeddings": (X, A),
+    "_rotate_by_angles_": (X, A),
+    "_rotate_by_angles_backward": (X, X, A, True, True),
+    "_calculate_angles": (P, F4),
+    "calculate_rope": (P, F4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("change", OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS.keys())
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_in_other_layouts_are_refused(name, change):
+    """Arithmetic with sparse positions would leave out angles without a word."""
+    arguments = CALLS[name]
+    for at, argument in enumerate(arguments):
+        if isinstance(argument, Tensor):
+            with pytest.raises(RuntimeError, match="all tensors must be strided and not quantized"):
+                getattr(ops, name)(*arguments[:at], change(argument), *arguments[at + 1 :])
+
+
+def test_a_prefix_of_all_tokens_takes_no_step_past_them():
+    x = torch.rand(2, 8).as_strided((1, 2, 8), (2**62, 8, 1))
+    positions = torch.ones(1, 2)
+    assert torch.equal(ops._rotate(x, positions, F, 0, 2, 0, 1), x)
+    settings = (0, 2, 0, 1, False, False)
+    _, of_positions, of_freqs = ops._rotate_backward(x, x, positions, F, *settings, *NEEDS)
+    assert not of_positions.any() and not of_freqs.any()
+    no_pairs = ops._rotate_backward(x, x, positions, F[..., :0], *settings, *NEEDS)
+    assert torch.equal(no_pairs[0], x)
+
+
+def lazily_negative(t: Tensor) -> Tensor:
+    """Minus ``t`` as PyTorch has it as the imaginary part of a conjugate."""
+    view = torch.complex(t, t).conj().imag
+    assert view.is_neg()
+    return view
+
+
+IN_PLACE = {
+    "_rotate_": (lambda x: ops._rotate_(x, lazily_negative(P), F), lambda x: ops._rotate(x, -P, F)),
+    "_rotate_by_angles_": (
+        lambda x: ops._rotate_by_angles_(x, lazily_negative(A)),
+        lambda x: ops._rotate_by_angles(x, -A),
+    ),
+    "apply_rope_": (
+        lambda x: apply_rope_(x, P, F, layout="half"),
+        lambda x: apply_rope(x, P, F, layout="half"),
+    ),
+    "rotate_embeddings": (
+        lambda x: rotate_embeddings(x, A, needs_autograd=False),
+        lambda x: rotate_embeddings(x, A),
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "expected"), IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_a_lazily_negative_view_is_rotated_in_place(write, expected):
+    values = torch.rand(3, 2, 8)
+    view, plain = lazily_negative(values), values.clone()
+    before = view._base.real.clone()
+    write(view)
+    write(plain)
+    assert torch.equal(view, expected(-values))
+    assert torch.equal(plain, expected(values))
+    assert torch.equal(view._base.real, before)
+
+
+def test_angles_without_pairs_have_a_derivative():
+    positions, freqs = P.clone().requires_grad_(), F4[..., :0].clone().requires_grad_()
+    angles = ops.calculate_rope(positions, freqs)
+    of_positions, of_freqs = torch.autograd.grad(angles, (positions, freqs), torch.ones(3, 2, 0))
+    assert torch.equal(of_positions, torch.zeros(3, 2))
+    assert of_freqs.shape == freqs.shape
+
+
+def test_angles_need_the_dims_in_every_way_that_their_derivative_needs():
+    with pytest.raises(RuntimeError, match="positions need 2 to 15 dims"):
+        ops.calculate_rope(P[0], F4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--calls", type=int, help="this many instead of some seconds")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    number, outcomes, memory = options.first, collections.Counter(), []
+    with tempfile.NamedTemporaryFile("w", prefix="call-", delete=False) as last:
+        print(f"where this dies, {last.name} has the number of the call", flush=True)
+
+        def note(number):
+            last.seek(0)
+            last.write(f"{number}\n")
+            last.flush()
+
+        while number < options.first + options.calls if options.calls else time.monotonic() < end:
+            outcomes += run(range(number, number + min(1000, options.calls or 1000)), note)
+            number += 1000
+            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    returned = sum(count for (_, outcome), count in outcomes.items() if outcome == "returned")
+    print(f"{outcomes.total()} calls, no fault: {returned} returned, {outcomes.total() - returned} raised")
+    print(f"memory at most {memory[len(memory) // 2] >> 10} MiB in the first half, {memory[-1] >> 10} in all")
+    by_text = collections.Counter()
+    for (_, outcome), count in outcomes.items():
+        by_text[re.sub(r"\d+", "#", outcome.split("\n")[0])[:100]] += count
+    for outcome, count in by_text.most_common():
+        print(f"{count:8} {outcome}")
+
+
+if __name__ == "__main__":
+    main()
