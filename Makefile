@@ -10,7 +10,7 @@ SECONDS ?= 600
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=build/sanitize \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 
-.PHONY: demo test test-arm sanitize fuzz lint format bench wheel clean
+.PHONY: demo test test-arm sanitize fuzz lint format bench docs wheel clean
 
 # Writes demo.png
 demo: $(VENV)/demo
@@ -52,6 +52,10 @@ bench: $(VENV)/test
 	$(BIN)/python benchmarks/op.py
 	$(BIN)/python benchmarks/layer.py
 
+# The site, into site/
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+
 wheel: $(VENV)/python
 	$(BIN)/pip install -q build
 	$(BIN)/python -m build
@@ -75,10 +79,14 @@ $(VENV)/demo: $(VENV)/python $(BUILD_INPUTS)
 	$(BIN)/pip install -q -e '.[demo]'
 	touch $@
 
+$(VENV)/docs: $(VENV)/test pyproject.toml
+	$(BIN)/pip install -q -e '.[docs]'
+	touch $@
+
 $(VENV)/lint: $(VENV)/test pyproject.toml
 	$(BIN)/pip install -q -e '.[lint]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache demo.png
+	rm -rf $(VENV) build dist site *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache demo.png
 	find . -name __pycache__ -prune -exec rm -rf {} +
