@@ -32,7 +32,9 @@ machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower()
 instruction_sets = INSTRUCTION_SETS.get(machine, {"baseline": []})
 
 FLAGS = {f"csrc/rope_{name}.c": flags for name, flags in instruction_sets.items()}
-SOURCES = sorted(["csrc/module.c", "csrc/rope_cpu.c", *glob("csrc/torch_*.c"), *FLAGS])
+SOURCES = sorted(
+    ["csrc/module.c", "csrc/rope_cpu.c", "csrc/rope_cuda.c", "csrc/rope_driver.c", *glob("csrc/torch_*.c"), *FLAGS]
+)
 
 
 class BuildExtension(build_ext):

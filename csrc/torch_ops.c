@@ -2,17 +2,10 @@
  * The schemas are in nd_rotary_encodings/_ops.py; the order of arguments here must be theirs. */
 #include "torch_ops.h"
 
+#include "torch_backend.h"
 #include "torch_rows.h"
 
 #include <string.h>
-
-static int parallel_for(int64_t count, int64_t grain, rope_task *task, void *context) {
-    if (count <= grain) {
-        task(0, count, context);
-        return 0;
-    }
-    return torch.torch_parallel_for(0, count, grain, task, context);
-}
 
 /* The settings that all rotations by positions and frequencies share, as they stand at the end of the schemas. */
 typedef struct {
@@ -132,8 +125,7 @@ static void copy_prefix(call *c, const rope_args *args, const lead_dims *lead, i
     copy.pairs = 0;
     copy.axes = 1;
     set_rows(&copy, &rows);
-    const char *error = rope_cpu_run(&copy, parallel_for);
-    if (error) fail(c, error);
+    run_rows(c, &copy);
 }
 
 static void run_parts(call *c, const parts *p, const settings *s) {
@@ -176,7 +168,7 @@ static void run_parts(call *c, const parts *p, const settings *s) {
     if (s->prefix && p->y && p->y->data != x->data)
         copy_prefix(c, &args, &lead, s->prefix, x->strides[token_at], p->y->strides[p->y->dims - x->dims + token_at]);
     if (count_of(p->positions) == 0) { /* all tokens are prefix tokens */
-        if (p->grad_freqs) memset((void *)(uintptr_t)p->grad_freqs->data, 0, bytes_of(p->grad_freqs));
+        if (p->grad_freqs) fill_with_zeros(c, p->grad_freqs);
         return;
     }
     if (s->prefix) {
@@ -190,8 +182,7 @@ static void run_parts(call *c, const parts *p, const settings *s) {
             }
     }
     set_rows(&args, &lead);
-    const char *error = c->error ? NULL : rope_cpu_run(&args, parallel_for);
-    if (error) fail(c, error);
+    if (!c->error) run_rows(c, &args);
 }
 
 /* A new tensor like the embeddings t but of the given shape, both with heads split; itself not split yet. It has the
@@ -323,9 +314,8 @@ static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t
     if (need_positions) p.grad_positions = &results[1];
     if (need_freqs) p.grad_freqs = &results[2];
     if (!c.error && count_of(&grad) == 0)
-        for (int i = 1; i < 3; i++) {
-            if (count_of(&results[i]) > 0) memset((void *)(uintptr_t)results[i].data, 0, bytes_of(&results[i]));
-        }
+        for (int i = 1; i < 3; i++)
+            fill_with_zeros(&c, &results[i]);
     else if (!c.error)
         run_parts(&c, &p, &s);
     finish(&c, stack, results, 3);
@@ -363,8 +353,7 @@ static void run_angles(call *c, const tensor *x, const tensor *y, const tensor *
                                     .head = small[i]->strides[small[i]->dims - 2],
                                     .pair = small[i]->strides[small[i]->dims - 1]};
     set_rows(&args, &lead);
-    const char *error = rope_cpu_run(&args, parallel_for);
-    if (error) fail(c, error);
+    run_rows(c, &args);
 }
 
 static void check_angles(call *c, const tensor *x, const tensor *angles) {
@@ -430,8 +419,8 @@ static void kernel_rotate_by_angles_backward(torch_value *stack, uint64_t inputs
     if (!c.error)
         results[1] = allocate(&c, need_angles ? angles.dims : 1, need_angles ? angles.sizes : nothing, NULL,
                               angles.torch_dtype);
-    if (!c.error && count_of(&grad) == 0 && count_of(&results[1]) > 0)
-        memset((void *)(uintptr_t)results[1].data, 0, bytes_of(&results[1]));
+    if (!c.error && count_of(&grad) == 0)
+        fill_with_zeros(&c, &results[1]);
     else if (!c.error && count_of(&grad) > 0)
         run_angles(&c, &grad, need_x ? &results[0] : NULL, need_angles ? &x : NULL, &angles,
                    need_angles ? &results[1] : NULL, 1);
@@ -476,8 +465,7 @@ static void kernel_calculate_angles(torch_value *stack, uint64_t inputs, uint64_
             args.positions.token[d] = positions.strides[d];
             out.token[d] = angles.strides[d];
         }
-        const char *error = rope_cpu_angles(&args, freqs.sizes[1], freqs.strides[1], &out, parallel_for);
-        if (error) fail(&c, error);
+        run_angles_of(&c, &args, freqs.sizes[1], freqs.strides[1], &out);
     }
     finish(&c, stack, &angles, 1);
 }
@@ -498,10 +486,13 @@ int torch_ops_register(void) {
         {"_calculate_angles", kernel_calculate_angles},
         {"calculate_rope", kernel_calculate_angles},
     };
-    /* torch keeps a pointer to the library for as long as the process lives */
-    torch_library library;
-    if (torch.aoti_torch_library_init_impl("nd_rotary", "CPU", __FILE__, __LINE__, &library)) return -1;
-    for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
-        if (torch.torch_library_impl(library, kernels[i].name, kernels[i].kernel, TORCH_ABI_TARGET)) return -1;
+    static const char *const devices[] = {"CPU", "CUDA"};
+    for (int d = 0; d < 1 + cuda_is_wanted(); d++) {
+        /* torch keeps a pointer to the library for as long as the process lives */
+        torch_library library;
+        if (torch.aoti_torch_library_init_impl("nd_rotary", devices[d], __FILE__, __LINE__, &library)) return -1;
+        for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
+            if (torch.torch_library_impl(library, kernels[i].name, kernels[i].kernel, TORCH_ABI_TARGET)) return -1;
+    }
     return 0;
 }

@@ -1,0 +1,343 @@
+/* Rotating rows of the embedding type E, stored as ELEMENT, in the arithmetic R, for one LAYOUT (rope_cuda.h). */
+#define REAL ROPE_JOIN(real, R)
+#define N(name) ROPE_JOIN(ROPE_JOIN(name, E), LAYOUT_NAME)
+#define UNROLL (LAYOUT == ROPE_HALVES ? 2 : 4) /* repeats whose loads are under way together */
+
+enum {
+    N(PER_VECTOR) = ROPE_VECTOR / sizeof(ELEMENT),
+    N(PAIRS) = LAYOUT == ROPE_INTERLEAVED ? N(PER_VECTOR) / 2 : LAYOUT == ROPE_HALVES ? N(PER_VECTOR) : 1,
+};
+#define PAIRS N(PAIRS)
+
+/* What a thread holds of a row: PAIRS pairs of channels; or, of channels to be copied, half as much or all. */
+#if LAYOUT == ROPE_SCALAR
+typedef struct {
+    ELEMENT v[2];
+} N(piece);
+#define WORD ELEMENT
+#else
+typedef struct {
+    uint4 v[LAYOUT == ROPE_HALVES ? 2 : 1];
+} N(piece);
+#define WORD uint4
+#endif
+#define PIECE N(piece)
+
+/* `apart`: elements from the first of a pair to the second, or its vector. */
+ROPE_INLINE PIECE N(load)(const ELEMENT *at, int64_t apart) {
+    PIECE piece;
+    piece.v[0] = *(const WORD *)at;
+#if LAYOUT != ROPE_INTERLEAVED
+    piece.v[1] = *(const WORD *)(at + apart);
+#else
+    (void)apart;
+#endif
+    return piece;
+}
+
+ROPE_INLINE void N(store)(ELEMENT *at, int64_t apart, PIECE piece) {
+    *(WORD *)at = piece.v[0];
+#if LAYOUT != ROPE_INTERLEAVED
+    *(WORD *)(at + apart) = piece.v[1];
+#else
+    (void)apart;
+#endif
+}
+
+ROPE_INLINE void N(unpack)(PIECE piece, REAL *a0, REAL *a1) {
+#if LAYOUT == ROPE_SCALAR
+    a0[0] = ROPE_JOIN(element_load, E)(piece.v[0]), a1[0] = ROPE_JOIN(element_load, E)(piece.v[1]);
+#elif LAYOUT == ROPE_HALVES
+    ROPE_JOIN(vector_load, E)(piece.v[0], a0);
+    ROPE_JOIN(vector_load, E)(piece.v[1], a1);
+#else
+    REAL all[2 * PAIRS];
+    ROPE_JOIN(vector_load, E)(piece.v[0], all);
+    for (int j = 0; j < PAIRS; j++)
+        a0[j] = all[2 * j], a1[j] = all[2 * j + 1];
+#endif
+}
+
+ROPE_INLINE PIECE N(pack)(const REAL *a0, const REAL *a1) {
+    PIECE piece;
+#if LAYOUT == ROPE_SCALAR
+    piece.v[0] = ROPE_JOIN(element_store, E)(a0[0]), piece.v[1] = ROPE_JOIN(element_store, E)(a1[0]);
+#elif LAYOUT == ROPE_HALVES
+    piece.v[0] = ROPE_JOIN(vector_store, E)(a0);
+    piece.v[1] = ROPE_JOIN(vector_store, E)(a1);
+#else
+    REAL all[2 * PAIRS];
+    for (int j = 0; j < PAIRS; j++)
+        all[2 * j] = a0[j], all[2 * j + 1] = a1[j];
+    piece.v[0] = ROPE_JOIN(vector_store, E)(all);
+#endif
+    return piece;
+}
+
+/* A block's memory: what all its threads need of frequencies and positions, and its sums. */
+typedef struct {
+    REAL *turns;             /* [axes][high, low][PAIRS][lanes], half turns per unit */
+    REAL *positions, *sizes; /* [unit_tokens][axes]; size: |position|, infinite where REAL doesn't hold it */
+    REAL *sums;              /* [axes][PAIRS][threads] */
+} N(block);
+
+/* Fills a block's memory for `lanes` slots from first_slot on and the tokens from first_token on. */
+ROPE_INLINE void N(stage)(const rope_cuda_plan *plan, N(block) block, int axes, int64_t first_slot,
+                          int64_t first_token, int tokens) {
+    const rope_args *const args = &plan->args;
+    const rope_operand *const freqs = &args->freqs, *const positions = &args->positions;
+    const int thread = (int)threadIdx.x, threads = (int)blockDim.x, span = plan->lanes * PAIRS;
+    for (int i = thread; i < axes * span; i += threads) {
+        const int a = i / span, j = i % span / plan->lanes;
+        const int64_t slot = first_slot + i % plan->lanes, head = rope_divide(slot, plan->head_slots);
+        const int64_t place = slot - head * plan->head_slots;
+        double high = 0, low = 0;
+        if (slot < plan->slots && place < plan->head_rotated) {
+            double unused;
+            const double f = rope_read(freqs->data, freqs->dtype,
+                                       a * freqs->axis + head * freqs->head + (place * PAIRS + j) * freqs->pair,
+                                       &unused);
+            rope_half_turns(f, &high, &low);
+        }
+        REAL *const to = block.turns + a * 2 * span + i % span;
+        to[0] = (REAL)high;
+        to[span] = (REAL)(sizeof(REAL) == 4 ? high - (double)(float)high + low : low);
+    }
+    const int narrow = sizeof(REAL) == 4 && freqs->dtype == ROPE_F64;
+    for (int i = thread; i < axes * tokens; i += threads) {
+        const int64_t at = rope_operand_offset(args, positions, first_token + i / axes);
+        double low;
+        const double p = rope_read(positions->data, positions->dtype, at + i % axes * positions->axis, &low);
+        const REAL held = (REAL)p;
+        block.positions[i] = held;
+        block.sizes[i] = low != 0 || (double)held != p || narrow ? (REAL)rope_bits_to_f32(0x7f800000)
+                                                                 : (REAL)fabs(p);
+    }
+}
+
+/* Cos and sin of a thread's PAIRS pairs at a token, the `local`-th of the block. */
+ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, int axes, int lane, int local, int64_t token,
+                           int64_t head, int64_t pair, REAL *c, REAL *s) {
+    const rope_args *const args = &plan->args;
+    ROPE_JOIN(turn, R) turns[PAIRS];
+    REAL bound[PAIRS];
+    for (int j = 0; j < PAIRS; j++) {
+        ROPE_JOIN(turn_start, R)(turns + j);
+        bound[j] = 0;
+    }
+    if (axes == 0) { /* given angles */
+        const rope_operand *const freqs = &args->freqs;
+        const int64_t at = rope_operand_offset(args, freqs, token) + head * freqs->head;
+        for (int j = 0; j < PAIRS; j++) {
+            double high, low;
+            const double angle = rope_read(freqs->data, freqs->dtype, at + (pair + j) * freqs->pair, &low);
+            rope_half_turns(angle, &high, &low);
+            const REAL first = (REAL)high;
+            const REAL second = (REAL)(sizeof(REAL) == 4 ? high - (double)first + low : low);
+            ROPE_JOIN(turn_add, R)(turns + j, 0, 1, 0, &first, &second);
+            bound[j] = sizeof(REAL) == 4 && freqs->dtype == ROPE_F64 ? (REAL)rope_bits_to_f32(0x7f800000)
+                                                                     : (REAL)fabs(high);
+        }
+    }
+    for (int a = 0; a < axes; a++) {
+        const REAL position = block.positions[local * axes + a], size = block.sizes[local * axes + a];
+        const REAL *const at = block.turns + a * 2 * PAIRS * plan->lanes + lane;
+        for (int j = 0; j < PAIRS; j++) {
+            const REAL high = at[j * plan->lanes], low = at[(PAIRS + j) * plan->lanes];
+            ROPE_JOIN(turn_add, R)(turns + j, a, position, 0, &high, &low);
+            bound[j] += size * (REAL)fabs(high);
+        }
+    }
+    /* in half turns, a little below the limit; false for NaN */
+    const REAL limit = (REAL)(0.318 * (sizeof(REAL) == 4 ? ROPE_ANGLE_LIMIT_F32 : ROPE_ANGLE_LIMIT_F64));
+    for (int j = 0; j < PAIRS; j++) {
+        ROPE_JOIN(turn_cos_sin, R)(turns + j, args->inverse, c + j, s + j);
+        if (!(bound[j] < limit)) {
+            const rope_cos_sin wide = rope_wide_cos_sin(args, token, head, pair + j);
+            c[j] = (REAL)wide.c;
+            s[j] = (REAL)wide.s;
+        }
+    }
+}
+
+/* Position zero is the identity to the last bit, -0 included: products with sin are made +0 where they vanish (`+ 0`)
+ * and then subtracted, as x - (+0) is x for every x. */
+ROPE_INLINE void N(rotate_pairs)(const REAL *a0, const REAL *a1, const REAL *c, const REAL *s, REAL *b0, REAL *b1) {
+    for (int j = 0; j < PAIRS; j++) {
+        b0[j] = a0[j] * c[j] - (a1[j] * s[j] + (REAL)0);
+        b1[j] = a1[j] * c[j] - ((REAL)0 - a0[j] * s[j]);
+    }
+}
+
+ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory) {
+    const rope_args *const args = &plan->args;
+    const ELEMENT *const x = (const ELEMENT *)args->x.data, *const saved = (const ELEMENT *)args->saved.data;
+    ELEMENT *const y = (ELEMENT *)args->y.data;
+    const int write = !backward || y != 0, from_input = backward && args->saved_is_input;
+    const int axes = args->positions.data ? (int)args->axes : 0; /* 0: angles are given */
+    const int thread = (int)threadIdx.x, threads = (int)blockDim.x, lanes = plan->lanes, span = lanes * PAIRS;
+    const int lane = thread & (lanes - 1), token_lane = thread >> plan->lanes_log2;
+    const int64_t row = args->heads * args->pairs;
+    const REAL sign = args->inverse ? 1 : -1; /* the backward rotates the other way round */
+    N(block) block;
+    block.turns = (REAL *)memory;
+    block.positions = block.turns + 2 * axes * span;
+    block.sizes = block.positions + axes * plan->unit_tokens;
+    block.sums = block.sizes + axes * plan->unit_tokens;
+
+    for (int64_t work = blockIdx.x; work < plan->work; work += gridDim.x) {
+        int64_t rest = rope_divide(work, plan->tiles);
+        const int64_t tile = work - rest * plan->tiles, token_unit = rope_divide(rest, plan->repeat_units);
+        const int64_t repeat_unit = rest - token_unit * plan->repeat_units;
+        const int64_t first_token = token_unit * plan->unit_tokens;
+        const int tokens = (int)(plan->tokens - first_token < plan->unit_tokens ? plan->tokens - first_token
+                                                                                : plan->unit_tokens);
+        const int64_t first = repeat_unit * plan->unit_repeats;
+        const int64_t last = first + plan->unit_repeats < plan->repeats ? first + plan->unit_repeats : plan->repeats;
+
+        if (axes) {
+            __syncthreads(); /* the work before may still be reading */
+            N(stage)(plan, block, axes, tile * lanes, first_token, tokens);
+            if (backward && plan->freq_sums)
+                for (int i = 0; i < axes * PAIRS; i++)
+                    block.sums[i * threads + thread] = 0;
+            __syncthreads();
+        }
+
+        const int64_t slot = tile * lanes + lane, head = rope_divide(slot, plan->head_slots);
+        const int64_t place = slot - head * plan->head_slots, pair = place * PAIRS;
+        const int in_row = slot < plan->slots, rotated = place < plan->head_rotated;
+        /* of the first channel; the second of a pair is `half` channels on */
+        int64_t channel = args->rotary_offset + 2 * pair, half = 1;
+        if (LAYOUT != ROPE_INTERLEAVED) {
+            half = args->block / 2;
+            const int64_t blocks = rope_divide(pair, half);
+            channel = args->rotary_offset + blocks * args->block + (pair - blocks * half);
+        }
+        if (!rotated) {
+            channel = (place - plan->head_rotated) * (LAYOUT == ROPE_SCALAR ? 1 : N(PER_VECTOR));
+            if (channel >= args->rotary_offset) channel += 2 * args->pairs;
+        }
+        const int64_t x_at = head * args->x.head + channel * args->x.channel, x_apart = half * args->x.channel;
+        const int64_t y_at = head * args->y.head + channel * args->y.channel, y_apart = half * args->y.channel;
+        const int64_t saved_at = head * args->saved.head + channel * args->saved.channel;
+        const int64_t saved_apart = half * args->saved.channel;
+
+        /* as many turns for every thread: sums over lanes need them all */
+        for (int turn = 0; turn < plan->unit_tokens; turn += plan->token_lanes) {
+            const int local = turn + token_lane;
+            const int64_t token = first_token + local;
+            const rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token, args->y.token,
+                                                    args->saved.token, local < tokens ? token : 0);
+            REAL grad[PAIRS];
+            for (int j = 0; j < PAIRS; j++)
+                grad[j] = 0;
+
+            if (in_row && local < tokens && !rotated) {
+                for (int64_t r = first; write && r < last; r++) {
+                    const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
+                                                            args->y.repeat, args->saved.repeat, r);
+                    *(WORD *)(y + y_at + at.y + to.y) = *(const WORD *)(x + x_at + at.x + to.x);
+                }
+            } else if (in_row && local < tokens) {
+                REAL c[PAIRS], s[PAIRS];
+                N(angles)(plan, block, axes, lane, local, token, head, pair, c, s);
+                enum { TOGETHER = UNROLL, TOGETHER_BACKWARD = UNROLL / 2 };
+                const int together = backward ? TOGETHER_BACKWARD : TOGETHER;
+                for (int64_t r = first; r < last; r += together) {
+                    PIECE pieces[TOGETHER], others[TOGETHER];
+                    int64_t to_y[TOGETHER];
+#pragma unroll
+                    for (int u = 0; u < together; u++) {
+                        if (r + u >= last) continue;
+                        const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
+                                                                args->y.repeat, args->saved.repeat, r + u);
+                        pieces[u] = N(load)(x + x_at + at.x + to.x, x_apart);
+                        if (backward) others[u] = N(load)(saved + saved_at + at.saved + to.saved, saved_apart);
+                        to_y[u] = y_at + at.y + to.y;
+                    }
+#pragma unroll
+                    for (int u = 0; u < together; u++) {
+                        if (r + u >= last) continue;
+                        REAL a0[PAIRS], a1[PAIRS], b0[PAIRS], b1[PAIRS], w0[PAIRS], w1[PAIRS];
+                        N(unpack)(pieces[u], a0, a1);
+                        N(rotate_pairs)(a0, a1, c, s, b0, b1);
+                        if (backward) {
+                            N(unpack)(others[u], w0, w1);
+                            for (int j = 0; j < PAIRS; j++) {
+                                const REAL g0 = from_input ? b0[j] : a0[j], g1 = from_input ? b1[j] : a1[j];
+                                grad[j] += g1 * w0[j] - g0 * w1[j];
+                            }
+                        }
+                        if (write) N(store)(y + to_y[u], y_apart, N(pack)(b0, b1));
+                    }
+                }
+            }
+            if (!backward) continue;
+
+            for (int j = 0; j < PAIRS; j++)
+                grad[j] *= sign;
+            if (!axes) {
+                const rope_operand *const out = &args->grad_freqs;
+                for (int j = 0; j < PAIRS && in_row && rotated && local < tokens; j++)
+                    if (plan->angle_sums)
+                        plan->angle_sums[(repeat_unit * plan->tokens + token) * row + head * args->pairs + pair + j] =
+                            (double)grad[j];
+                    else
+                        rope_write(out->data, out->dtype,
+                                   rope_operand_offset(args, out, token) + head * out->head + (pair + j) * out->pair,
+                                   (double)grad[j]);
+                continue;
+            }
+            for (int a = 0; a < axes; a++) {
+                const REAL *const turns = block.turns + a * 2 * span + lane;
+                REAL sum = 0;
+                if (plan->position_sums) {
+                    for (int j = 0; j < PAIRS; j++)
+                        sum += turns[j * lanes] * grad[j];
+                    for (int step = lanes / 2; step > 0; step /= 2)
+                        sum += __shfl_down_sync(0xffffffff, sum, step, lanes);
+                    if (lane == 0 && local < tokens)
+                        plan->position_sums[((repeat_unit * plan->tiles + tile) * plan->tokens + token) * axes + a] =
+                            (double)sum;
+                }
+                if (plan->freq_sums && local < tokens)
+                    for (int j = 0; j < PAIRS; j++)
+                        block.sums[(a * PAIRS + j) * threads + thread] +=
+                            block.positions[local * axes + a] * grad[j];
+            }
+        }
+
+        if (backward && plan->freq_sums) {
+            __syncthreads();
+            for (int i = thread; i < axes * span; i += threads) {
+                const int of_lane = i % lanes;
+                const int64_t of_slot = tile * lanes + of_lane, of_head = rope_divide(of_slot, plan->head_slots);
+                const int64_t of_place = of_slot - of_head * plan->head_slots;
+                if (of_slot >= plan->slots || of_place >= plan->head_rotated) continue;
+                double sum = 0;
+                for (int t = 0; t < plan->token_lanes; t++)
+                    sum += (double)block.sums[i / lanes * threads + t * lanes + of_lane];
+                plan->freq_sums[((token_unit * plan->repeat_units + repeat_unit) * axes + i / span) * row +
+                                of_head * args->pairs + of_place * PAIRS + i % span / lanes] = sum;
+            }
+        }
+    }
+}
+
+ROPE_KERNEL N(rope_rotate)(const __grid_constant__ rope_cuda_plan plan) {
+    ROPE_BLOCK_MEMORY(memory);
+    N(run)(&plan, 0, memory);
+}
+
+ROPE_KERNEL N(rope_backward)(const __grid_constant__ rope_cuda_plan plan) {
+    ROPE_BLOCK_MEMORY(memory);
+    N(run)(&plan, 1, memory);
+}
+
+#undef REAL
+#undef N
+#undef UNROLL
+#undef PAIRS
+#undef WORD
+#undef PIECE
