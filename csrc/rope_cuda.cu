@@ -48,6 +48,7 @@ typedef struct {
 ROPE_INLINE rope_offsets rope_offsets_of(int dims, const int64_t *size, const int64_t *x, const int64_t *y,
                                          const int64_t *saved, int64_t index) {
     rope_offsets at = {0, 0, 0};
+    ROPE_ROLLED
     for (int d = dims - 1; d >= 0; d--) {
         const int64_t rest = d == 0 ? 0 : rope_divide(index, size[d]), i = d == 0 ? index : index - rest * size[d];
         at.x += i * x[d];
@@ -58,43 +59,116 @@ ROPE_INLINE rope_offsets rope_offsets_of(int dims, const int64_t *size, const in
     return at;
 }
 
+#define ROPE_INFINITY ((double)rope_bits_to_f32(0x7f800000))
+#define ROPE_NAN ((double)rope_bits_to_f32(0x7fc00000))
+
 ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operand *operand, int64_t token) {
     return rope_offset(args->token_dims, args->token_size, operand->token, token);
 }
 
-typedef struct {
-    double c, s;
-} rope_cos_sin;
+/* 1/pi, its bits behind the point, after six words of zeros: for exponents up to those of a product of doubles. */
+static __device__ const uint32_t rope_inverse_pi[] = {
+    0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x517cc1b7, 0x27220a94, 0xfe13abe8, 0xfa9a6ee0,
+    0x6db14acc, 0x9e21c820, 0xff28b1d5, 0xef5de2b0, 0xdb92371d, 0x2126e970, 0x03249775, 0x04e8c90e, 0x7f0ef58e, 0x5894d39f,
+    0x74411afa, 0x975da242, 0x74ce3813, 0x5a2fbf20, 0x9cc8eb1c, 0xc1a99cfa, 0x4e422fc5, 0xdefc941d, 0x8ffc4bff, 0xef02cc07,
+    0xf79788c5, 0xad05368f, 0xb69b3f67, 0x93e584db, 0xa7a31fb3, 0x4f2ff516, 0xba93dd63, 0xf5f2f8bd, 0x9e839cfb, 0xc5294975,
+    0x35fdafd8, 0x8fc6ae84, 0x2b019823, 0x7e3db5d5, 0xf867de10, 0x4d7a1b0e, 0xd4f1c8b0, 0xaf730d84, 0x32ccc2af, 0x8a503420,
+    0x46ffec40, 0x26b99398, 0x83030aab, 0x6539d464, 0xb0713de0, 0x4635a3e2, 0x0ce1b3e6, 0xee740495, 0x41ace23b, 0x45cb0e53,
+    0x6ed7a268, 0xab8c829f, 0x52ff8382, 0x9fbf19f4, 0x19616f27, 0xcc193edd, 0xe19e9377, 0xb58f2f7c, 0x4f9d0f9a, 0xe5793f8e,
+    0xc3f890c8, 0x3e3e1235, 0x7d376abb, 0x9698219d,
+};
 
-/* Cos and sin of an angle that float32 (and, for float64 embeddings, the fast path) doesn't hold: in float64, and
- * above its limit by the library's functions. */
-static __device__ __noinline__ rope_cos_sin rope_wide_cos_sin(const rope_args *args, int64_t token, int64_t head,
-                                                              int64_t pair) {
+/* One element of a small operand; the functions for the hot loops are not these. */
+typedef struct {
+    double high, low;
+} rope_number;
+
+static __device__ __noinline__ rope_number rope_read_operand(const void *data, rope_dtype dtype, int64_t index) {
+    rope_number number;
+    number.high = rope_read(data, dtype, index, &number.low);
+    return number;
+}
+
+static __device__ __noinline__ void rope_write_operand(void *data, rope_dtype dtype, int64_t index, double value) {
+    rope_write(data, dtype, index, value);
+}
+
+typedef struct {
+    uint32_t word[6];
+} rope_bits_192;
+
+/* Modulo 2^192. */
+ROPE_INLINE void rope_multiply(rope_bits_192 *a, uint64_t by) {
+    const uint64_t low = (uint32_t)by, high = by >> 32;
+    rope_bits_192 product;
+    uint64_t carry = 0;
+    ROPE_UNROLLED
+    for (int k = 0; k < 6; k++) {
+        carry += a->word[k] * low;
+        product.word[k] = (uint32_t)carry;
+        carry >>= 32;
+    }
+    carry = 0;
+    ROPE_UNROLLED
+    for (int k = 1; k < 6; k++) {
+        carry += a->word[k - 1] * high + product.word[k];
+        product.word[k] = (uint32_t)carry;
+        carry >>= 32;
+    }
+    *a = product;
+}
+
+ROPE_INLINE uint64_t rope_mantissa(uint64_t bits, int *exponent) {
+    const int e = (int)(bits >> 52 & 0x7ff);
+    *exponent += (e ? e : 1) - 1075;
+    return (bits & 0xfffffffffffffu) | (uint64_t)(e != 0) << 52;
+}
+
+/* p * f / pi in units of 2^-63, modulo two half turns: exact but for the last unit, for all finite p and f. The product
+ * of their mantissas is an integer below 2^106, so of 1/pi only the bits count that its multiples move to between 2^-171
+ * and 2^0 half turns: those above make whole turns, and those below less than a unit. */
+ROPE_INLINE uint64_t rope_fixed_turns(double p, double f) {
+    const uint64_t p_bits = bits_f64(p), f_bits = bits_f64(f);
+    int exponent = 0;
+    const uint64_t p_mantissa = rope_mantissa(p_bits, &exponent), f_mantissa = rope_mantissa(f_bits, &exponent);
+    const int last = exponent + 63 + 108; /* bits of 1/pi that are needed */
+    if (last < 1 || p_mantissa == 0 || f_mantissa == 0) return 0;
+    rope_bits_192 turns;
+    const uint32_t *const words = rope_inverse_pi + (last - 32 + 192) / 32;
+    const int shift = (last - 32 + 192) % 32;
+    ROPE_UNROLLED
+    for (int k = 0; k < 6; k++)
+        turns.word[k] = (uint32_t)(((uint64_t)words[-k] << 32 | words[1 - k]) >> (32 - shift));
+    rope_multiply(&turns, p_mantissa);
+    rope_multiply(&turns, f_mantissa);
+    const uint64_t fixed = (uint64_t)turns.word[3] >> 12 | (uint64_t)turns.word[4] << 20 | (uint64_t)turns.word[5] << 52;
+    return (p_bits ^ f_bits) >> 63 ? 0 - fixed : fixed;
+}
+
+/* An angle too large, or of too many bits, for the fast path, in the same units. */
+typedef struct {
+    uint64_t turns;
+    int finite;
+} rope_fixed;
+
+static __device__ __noinline__ rope_fixed rope_fixed_angle(const rope_args *args, int64_t token, int64_t head,
+                                                           int64_t pair) {
     const rope_operand *positions = &args->positions, *freqs = &args->freqs;
     const int given = positions->data == 0;
     const int64_t position_at = given ? 0 : rope_operand_offset(args, positions, token);
     const int64_t freq_at =
         head * freqs->head + pair * freqs->pair + (given ? rope_operand_offset(args, freqs, token) : 0);
-    rope_cos_sin result;
-    turn_f64 turn;
-    turn_start_f64(&turn);
-    double bound = 0, head_sum = 0, tail_sum = 0;
+    rope_fixed angle = {0, 1};
+    ROPE_ROLLED
     for (int64_t a = 0; a < args->axes; a++) {
-        double p = 1, p_low = 0, f_low, high, low;
-        const double f = rope_read(freqs->data, freqs->dtype, freq_at + a * freqs->axis, &f_low);
-        if (!given) p = rope_read(positions->data, positions->dtype, position_at + a * positions->axis, &p_low);
-        rope_half_turns(f, &high, &low);
-        turn_add_f64(&turn, a, p, &p_low, &high, &low);
-        rope_unbounded_add(&head_sum, &tail_sum, p, p_low, f);
-        bound += fabs(p * f);
+        const double f = rope_read_operand(freqs->data, freqs->dtype, freq_at + a * freqs->axis).high;
+        rope_number p = {1, 0};
+        if (!given) p = rope_read_operand(positions->data, positions->dtype, position_at + a * positions->axis);
+        if (fabs(p.high) == ROPE_INFINITY || fabs(f) == ROPE_INFINITY || p.high != p.high || f != f) angle.finite = 0;
+        for (; p.high != 0; p.high = p.low, p.low = 0)
+            angle.turns += rope_fixed_turns(p.high, f);
     }
-    if (bound < ROPE_ANGLE_LIMIT_F64) {
-        turn_cos_sin_f64(&turn, args->inverse, &result.c, &result.s);
-    } else {
-        result.c = rope_unbounded_cos_sin(head_sum, tail_sum, &result.s);
-        if (args->inverse) result.s = -result.s;
-    }
-    return result;
+    return angle;
 }
 
 /* Half types: one instruction where the device has it. */
@@ -175,12 +249,12 @@ HALF_VECTORS(bf16)
 
 /* The memory of a block, as large as the launch says. */
 #if defined(__CUDACC__)
-#define ROPE_KERNEL extern "C" __global__ __launch_bounds__(ROPE_CUDA_THREADS) void
+#define ROPE_KERNEL(blocks) extern "C" __global__ __launch_bounds__(ROPE_CUDA_THREADS, blocks) void
 #define ROPE_BLOCK_MEMORY(name) extern __shared__ uint4 name[]
 #endif
 
 /* Gradients from the sums of all pieces of work, in their order. Lane l of `lanes` takes parts l, l + lanes, ... */
-ROPE_KERNEL rope_sum(const __grid_constant__ rope_cuda_sum plan) {
+ROPE_KERNEL(1) rope_sum(const __grid_constant__ rope_cuda_sum plan) {
     ROPE_BLOCK_MEMORY(memory);
     double *const totals = (double *)memory;
     const int thread = (int)threadIdx.x, threads = (int)blockDim.x, apart = threads / plan.lanes;
@@ -189,7 +263,6 @@ ROPE_KERNEL rope_sum(const __grid_constant__ rope_cuda_sum plan) {
         const int64_t i = first + column;
         double total = 0;
         if (i < plan.count)
-#pragma unroll 4
             for (int64_t part = lane; part < plan.parts; part += plan.lanes)
                 total += plan.sums[part * plan.count + i];
         totals[thread] = total;
@@ -205,7 +278,7 @@ ROPE_KERNEL rope_sum(const __grid_constant__ rope_cuda_sum plan) {
 }
 
 /* Angles [tokens, freq_heads, pairs], in float64 and rounded once. */
-ROPE_KERNEL rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
+ROPE_KERNEL(1) rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
     const rope_args *const args = &plan.args;
     const rope_operand *const positions = &args->positions, *const freqs = &args->freqs;
     const int64_t row = args->freq_heads * args->pairs;
@@ -229,6 +302,9 @@ ROPE_KERNEL rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
     }
 }
 
+/* Blocks that fit a multiprocessor together, which bounds the registers of a thread; see docs/cuda.md */
+#define ROTATE_BLOCKS 1
+#define BACKWARD_BLOCKS 1
 #define LAYOUT ROPE_INTERLEAVED
 #define LAYOUT_NAME interleaved
 #include "rope_cuda_types.inc.h"

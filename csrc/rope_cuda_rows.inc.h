@@ -87,31 +87,28 @@ ROPE_INLINE void N(stage)(const rope_cuda_plan *plan, N(block) block, int axes, 
     const rope_args *const args = &plan->args;
     const rope_operand *const freqs = &args->freqs, *const positions = &args->positions;
     const int thread = (int)threadIdx.x, threads = (int)blockDim.x, span = plan->lanes * PAIRS;
+    ROPE_ROLLED
     for (int i = thread; i < axes * span; i += threads) {
         const int a = i / span, j = i % span / plan->lanes;
         const int64_t slot = first_slot + i % plan->lanes, head = rope_divide(slot, plan->head_slots);
         const int64_t place = slot - head * plan->head_slots;
         double high = 0, low = 0;
         if (slot < plan->slots && place < plan->head_rotated) {
-            double unused;
-            const double f = rope_read(freqs->data, freqs->dtype,
-                                       a * freqs->axis + head * freqs->head + (place * PAIRS + j) * freqs->pair,
-                                       &unused);
-            rope_half_turns(f, &high, &low);
+            const int64_t at = a * freqs->axis + head * freqs->head + (place * PAIRS + j) * freqs->pair;
+            rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at).high, &high, &low);
         }
         REAL *const to = block.turns + a * 2 * span + i % span;
         to[0] = (REAL)high;
         to[span] = (REAL)(sizeof(REAL) == 4 ? high - (double)(float)high + low : low);
     }
     const int narrow = sizeof(REAL) == 4 && freqs->dtype == ROPE_F64;
+    ROPE_ROLLED
     for (int i = thread; i < axes * tokens; i += threads) {
         const int64_t at = rope_operand_offset(args, positions, first_token + i / axes);
-        double low;
-        const double p = rope_read(positions->data, positions->dtype, at + i % axes * positions->axis, &low);
-        const REAL held = (REAL)p;
+        const rope_number p = rope_read_operand(positions->data, positions->dtype, at + i % axes * positions->axis);
+        const REAL held = (REAL)p.high;
         block.positions[i] = held;
-        block.sizes[i] = low != 0 || (double)held != p || narrow ? (REAL)rope_bits_to_f32(0x7f800000)
-                                                                 : (REAL)fabs(p);
+        block.sizes[i] = (REAL)(p.low != 0 || (double)held != p.high || narrow ? ROPE_INFINITY : fabs(p.high));
     }
 }
 
@@ -130,15 +127,15 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, int axes,
         const int64_t at = rope_operand_offset(args, freqs, token) + head * freqs->head;
         for (int j = 0; j < PAIRS; j++) {
             double high, low;
-            const double angle = rope_read(freqs->data, freqs->dtype, at + (pair + j) * freqs->pair, &low);
-            rope_half_turns(angle, &high, &low);
+            rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at + (pair + j) * freqs->pair).high, &high,
+                            &low);
             const REAL first = (REAL)high;
             const REAL second = (REAL)(sizeof(REAL) == 4 ? high - (double)first + low : low);
             ROPE_JOIN(turn_add, R)(turns + j, 0, 1, 0, &first, &second);
-            bound[j] = sizeof(REAL) == 4 && freqs->dtype == ROPE_F64 ? (REAL)rope_bits_to_f32(0x7f800000)
-                                                                     : (REAL)fabs(high);
+            bound[j] = (REAL)(sizeof(REAL) == 4 && freqs->dtype == ROPE_F64 ? ROPE_INFINITY : fabs(high));
         }
     }
+    ROPE_ROLLED
     for (int a = 0; a < axes; a++) {
         const REAL position = block.positions[local * axes + a], size = block.sizes[local * axes + a];
         const REAL *const at = block.turns + a * 2 * PAIRS * plan->lanes + lane;
@@ -150,14 +147,16 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, int axes,
     }
     /* in half turns, a little below the limit; false for NaN */
     const REAL limit = (REAL)(0.318 * (sizeof(REAL) == 4 ? ROPE_ANGLE_LIMIT_F32 : ROPE_ANGLE_LIMIT_F64));
-    for (int j = 0; j < PAIRS; j++) {
-        ROPE_JOIN(turn_cos_sin, R)(turns + j, args->inverse, c + j, s + j);
+    for (int j = 0; j < PAIRS; j++)
         if (!(bound[j] < limit)) {
-            const rope_cos_sin wide = rope_wide_cos_sin(args, token, head, pair + j);
-            c[j] = (REAL)wide.c;
-            s[j] = (REAL)wide.s;
+            const rope_fixed angle = rope_fixed_angle(args, token, head, pair + j);
+            const uint64_t shifted = angle.turns + ((uint64_t)1 << 62), rest = shifted & ~((uint64_t)1 << 63);
+            turns[j].odd[0] = (ROPE_JOIN(int, R))(shifted >> 63);
+            turns[j].rest[0] = angle.finite ? (REAL)((int64_t)rest - ((int64_t)1 << 62)) * (REAL)0x1p-63 : (REAL)ROPE_NAN;
+            turns[j].tail[0] = 0;
         }
-    }
+    for (int j = 0; j < PAIRS; j++)
+        ROPE_JOIN(turn_cos_sin, R)(turns + j, args->inverse, c + j, s + j);
 }
 
 /* Position zero is the identity to the last bit, -0 included: products with sin are made +0 where they vanish (`+ 0`)
@@ -185,6 +184,7 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
     block.sizes = block.positions + axes * plan->unit_tokens;
     block.sums = block.sizes + axes * plan->unit_tokens;
 
+    ROPE_ROLLED
     for (int64_t work = blockIdx.x; work < plan->work; work += gridDim.x) {
         int64_t rest = rope_divide(work, plan->tiles);
         const int64_t tile = work - rest * plan->tiles, token_unit = rope_divide(rest, plan->repeat_units);
@@ -199,6 +199,7 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
             __syncthreads(); /* the work before may still be reading */
             N(stage)(plan, block, axes, tile * lanes, first_token, tokens);
             if (backward && plan->freq_sums)
+                ROPE_ROLLED
                 for (int i = 0; i < axes * PAIRS; i++)
                     block.sums[i * threads + thread] = 0;
             __syncthreads();
@@ -224,6 +225,7 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
         const int64_t saved_apart = half * args->saved.channel;
 
         /* as many turns for every thread: sums over lanes need them all */
+        ROPE_ROLLED
         for (int turn = 0; turn < plan->unit_tokens; turn += plan->token_lanes) {
             const int local = turn + token_lane;
             const int64_t token = first_token + local;
@@ -234,6 +236,7 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
                 grad[j] = 0;
 
             if (in_row && local < tokens && !rotated) {
+                ROPE_ROLLED
                 for (int64_t r = first; write && r < last; r++) {
                     const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
                                                             args->y.repeat, args->saved.repeat, r);
@@ -244,10 +247,11 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
                 N(angles)(plan, block, axes, lane, local, token, head, pair, c, s);
                 enum { TOGETHER = UNROLL, TOGETHER_BACKWARD = UNROLL / 2 };
                 const int together = backward ? TOGETHER_BACKWARD : TOGETHER;
+                ROPE_ROLLED
                 for (int64_t r = first; r < last; r += together) {
                     PIECE pieces[TOGETHER], others[TOGETHER];
                     int64_t to_y[TOGETHER];
-#pragma unroll
+                    ROPE_UNROLLED
                     for (int u = 0; u < together; u++) {
                         if (r + u >= last) continue;
                         const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
@@ -256,7 +260,7 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
                         if (backward) others[u] = N(load)(saved + saved_at + at.saved + to.saved, saved_apart);
                         to_y[u] = y_at + at.y + to.y;
                     }
-#pragma unroll
+                    ROPE_UNROLLED
                     for (int u = 0; u < together; u++) {
                         if (r + u >= last) continue;
                         REAL a0[PAIRS], a1[PAIRS], b0[PAIRS], b1[PAIRS], w0[PAIRS], w1[PAIRS];
@@ -284,17 +288,20 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
                         plan->angle_sums[(repeat_unit * plan->tokens + token) * row + head * args->pairs + pair + j] =
                             (double)grad[j];
                     else
-                        rope_write(out->data, out->dtype,
-                                   rope_operand_offset(args, out, token) + head * out->head + (pair + j) * out->pair,
-                                   (double)grad[j]);
+                        rope_write_operand(out->data, out->dtype,
+                                           rope_operand_offset(args, out, token) + head * out->head +
+                                               (pair + j) * out->pair,
+                                           (double)grad[j]);
                 continue;
             }
+            ROPE_ROLLED
             for (int a = 0; a < axes; a++) {
                 const REAL *const turns = block.turns + a * 2 * span + lane;
                 REAL sum = 0;
                 if (plan->position_sums) {
                     for (int j = 0; j < PAIRS; j++)
                         sum += turns[j * lanes] * grad[j];
+                    ROPE_ROLLED
                     for (int step = lanes / 2; step > 0; step /= 2)
                         sum += __shfl_down_sync(0xffffffff, sum, step, lanes);
                     if (lane == 0 && local < tokens)
@@ -310,12 +317,14 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
 
         if (backward && plan->freq_sums) {
             __syncthreads();
+            ROPE_ROLLED
             for (int i = thread; i < axes * span; i += threads) {
                 const int of_lane = i % lanes;
                 const int64_t of_slot = tile * lanes + of_lane, of_head = rope_divide(of_slot, plan->head_slots);
                 const int64_t of_place = of_slot - of_head * plan->head_slots;
                 if (of_slot >= plan->slots || of_place >= plan->head_rotated) continue;
                 double sum = 0;
+                ROPE_ROLLED
                 for (int t = 0; t < plan->token_lanes; t++)
                     sum += (double)block.sums[i / lanes * threads + t * lanes + of_lane];
                 plan->freq_sums[((token_unit * plan->repeat_units + repeat_unit) * axes + i / span) * row +
@@ -325,12 +334,12 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
     }
 }
 
-ROPE_KERNEL N(rope_rotate)(const __grid_constant__ rope_cuda_plan plan) {
+ROPE_KERNEL(ROTATE_BLOCKS) N(rope_rotate)(const __grid_constant__ rope_cuda_plan plan) {
     ROPE_BLOCK_MEMORY(memory);
     N(run)(&plan, 0, memory);
 }
 
-ROPE_KERNEL N(rope_backward)(const __grid_constant__ rope_cuda_plan plan) {
+ROPE_KERNEL(BACKWARD_BLOCKS) N(rope_backward)(const __grid_constant__ rope_cuda_plan plan) {
     ROPE_BLOCK_MEMORY(memory);
     N(run)(&plan, 1, memory);
 }

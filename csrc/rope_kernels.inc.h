@@ -61,10 +61,16 @@ static int read_token(const rope_plan *plan, int64_t token, const token_scratch 
 static void fill_table_unbounded(const double *freqs, int64_t stride, int64_t axes, const double *position,
                                  const double *position_low, double *table, int64_t n, int flip) {
     for (int64_t i = 0; i < n; i++) {
-        double head = 0, tail = 0, s;
-        for (int64_t a = 0; a < axes; a++)
-            rope_unbounded_add(&head, &tail, position[a], position_low[a], freqs[a * stride + i]);
-        table[i] = rope_unbounded_cos_sin(head, tail, &s);
+        double head = 0, tail = 0;
+        for (int64_t a = 0; a < axes; a++) {
+            double p = position[a], f = freqs[a * stride + i], product = p * f;
+            double rest = fma(p, f, -product) + position_low[a] * f;
+            double sum = head + product, part = sum - head;
+            tail += rest + ((head - (sum - part)) + (product - part));
+            head = sum;
+        }
+        double s0 = sin(head), c0 = cos(head), s1 = sin(tail), c1 = cos(tail), s = s0 * c1 + c0 * s1;
+        table[i] = c0 * c1 - s0 * s1;
         table[stride + i] = flip ? -s : s;
     }
 }

@@ -9,12 +9,17 @@
 #define ROPE_FUNCTION static inline __device__
 #define ROPE_INLINE static __device__ __forceinline__
 #define ROPE_CONSTANTS const
+/* nvcc unrolls loops of unknown length by four, which costs registers where nothing is won */
+#define ROPE_ROLLED _Pragma("unroll 1")
+#define ROPE_UNROLLED _Pragma("unroll")
 #else
 #include <math.h>
 #include <string.h>
 #define ROPE_FUNCTION static inline
 #define ROPE_INLINE static inline __attribute__((always_inline))
 #define ROPE_CONSTANTS static const
+#define ROPE_ROLLED
+#define ROPE_UNROLLED
 #endif
 
 #define ROPE_ANGLE_LIMIT_F32 0x1p21 /* in radians: what float32 arithmetic on half turns can do */
@@ -122,24 +127,10 @@ ROPE_FUNCTION void rope_half_turns_f32(double high, double low, float *high_f32,
     *low_f32 = (float)(high - (double)*high_f32 + low);
 }
 
-/* Angles of any size, by the C library's full range reduction: one axis more of the angle head + tail, in radians. */
-ROPE_FUNCTION void rope_unbounded_add(double *head, double *tail, double p, double p_low, double f) {
-    const double product = p * f, rest = fma(p, f, -product) + p_low * f;
-    const double sum = *head + product, part = sum - *head;
-    *tail += rest + ((*head - (sum - part)) + (product - part));
-    *head = sum;
-}
-
-/* Returns the cos. */
-ROPE_FUNCTION double rope_unbounded_cos_sin(double head, double tail, double *s) {
-    const double s0 = sin(head), c0 = cos(head), s1 = sin(tail), c1 = cos(tail);
-    *s = s0 * c1 + c0 * s1;
-    return c0 * c1 - s0 * s1;
-}
-
 ROPE_FUNCTION int64_t rope_offset(int dims, const int64_t *size, const int64_t *stride, int64_t index) {
     if (dims == 1) return index * stride[0];
     int64_t offset = 0;
+    ROPE_ROLLED
     for (int d = dims - 1; d >= 0 && index != 0; d--) {
         offset += index % size[d] * stride[d];
         index /= size[d];

@@ -9,7 +9,7 @@
 #define __device__
 #define __noinline__ __attribute__((noinline))
 #define __grid_constant__
-#define ROPE_KERNEL static void
+#define ROPE_KERNEL(blocks) static void
 
 typedef struct {
     uint32_t x, y, z, w;
