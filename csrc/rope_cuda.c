@@ -58,40 +58,46 @@ static int layout_of(const rope_args *args, int copies) {
     return args->block == 2 ? ROPE_INTERLEAVED : ROPE_HALVES;
 }
 
-/* Slots, lanes and pieces of work for one layout. Returns the bytes of a block's memory. */
-static int64_t cut(rope_cuda_plan *plan, int layout, int copies, int64_t threads, int64_t turns) {
+/* Slots, lanes and pieces of work for one layout. Returns the bytes of a block's memory, or -1 where some count takes
+ * more than 32 bits. */
+static int64_t cut(rope_cuda_plan *plan, int64_t tokens, int64_t repeats, int layout, int copies, int64_t threads,
+                   int64_t turns) {
     const rope_args *args = &plan->args;
     const int64_t size = element_size[args->dtype], per_vector = ROPE_VECTOR / size;
     const int64_t pairs = layout == ROPE_INTERLEAVED ? per_vector / 2 : layout == ROPE_HALVES ? per_vector : 1;
     const int backward = args->saved.data != NULL;
-    plan->head_rotated = args->pairs / pairs;
-    plan->head_slots = plan->head_rotated;
-    if (copies) plan->head_slots += (args->head_dim - 2 * args->pairs) / (layout == ROPE_SCALAR ? 1 : per_vector);
-    plan->slots = args->heads * plan->head_slots;
+    const int64_t rotated = args->pairs / pairs;
+    const int64_t copied =
+        copies ? (args->head_dim - 2 * args->pairs) / (layout == ROPE_SCALAR ? 1 : per_vector) : 0;
+    const int64_t slots = args->heads * (rotated + copied);
 
     /* as many lanes of a warp as leave no more than an eighth of them idle */
-    plan->lanes_log2 = 5;
-    while (pieces(plan->slots, 1 << plan->lanes_log2) * 7 << plan->lanes_log2 > plan->slots * 8)
-        plan->lanes_log2--;
-    plan->lanes = 1 << plan->lanes_log2;
-    plan->tiles = pieces(plan->slots, plan->lanes);
-    plan->token_lanes = (int32_t)(threads / plan->lanes);
+    int log2 = 5;
+    while (pieces(slots, 1 << log2) * 7 << log2 > slots * 8)
+        log2--;
+    const int64_t lanes = 1 << log2, tiles = pieces(slots, lanes), token_lanes = threads / lanes;
 
     /* enough work for all multiprocessors: repeats are cut where tokens are few, and where there are many each thread
      * takes several, as a piece of work begins with reading frequencies and ends with a sum */
-    const int64_t enough = backward ? 512 : 2048;
-    const int64_t rows = larger(plan->tiles * pieces(plan->tokens, plan->token_lanes), 1);
-    plan->repeat_units = larger(smaller(pieces(plan->repeats, 4), enough / rows), 1);
-    plan->unit_repeats = larger(pieces(plan->repeats, plan->repeat_units), 1);
-    plan->repeat_units = pieces(plan->repeats, plan->unit_repeats);
-    plan->unit_tokens = (int32_t)(plan->token_lanes * larger(smaller(rows / enough, turns), 1));
-    plan->token_units = pieces(plan->tokens, plan->unit_tokens);
-    plan->work = plan->tiles * plan->token_units * plan->repeat_units;
+    const int64_t enough = backward ? 512 : 2048, rows = larger(tiles * pieces(tokens, token_lanes), 1);
+    const int64_t wanted_units = larger(smaller(pieces(repeats, 4), enough / rows), 1);
+    const int64_t unit_repeats = larger(pieces(repeats, wanted_units), 1), repeat_units = pieces(repeats, unit_repeats);
+    const int64_t unit_tokens = token_lanes * larger(smaller(rows / enough, turns), 1);
+    const int64_t token_units = pieces(tokens, unit_tokens), work = tiles * token_units * repeat_units;
+    if ((slots | tokens | repeats | work | args->pairs | args->block) >> 32) return -1;
 
-    if (!args->positions.data) return 0;
-    const int64_t real = size == 8 ? 8 : 4;
-    const int64_t sums = backward && args->grad_freqs.data ? pairs * threads : 0;
-    return real * args->axes * (2 * pairs * plan->lanes + 2 * plan->unit_tokens + sums);
+    plan->tokens = (uint32_t)tokens, plan->repeats = (uint32_t)repeats;
+    plan->slots = (uint32_t)slots, plan->head_slots = (uint32_t)(rotated + copied);
+    plan->head_rotated = (uint32_t)rotated;
+    plan->lanes = (uint32_t)lanes, plan->lanes_log2 = (uint32_t)log2, plan->tiles = (uint32_t)tiles;
+    plan->token_lanes = (uint32_t)token_lanes, plan->unit_tokens = (uint32_t)unit_tokens;
+    plan->token_units = (uint32_t)token_units, plan->unit_repeats = (uint32_t)unit_repeats;
+    plan->repeat_units = (uint32_t)repeat_units, plan->work = (uint32_t)work;
+
+    const int64_t slot_bytes = lanes * (int64_t)sizeof(rope_slot);
+    if (!args->positions.data) return slot_bytes;
+    const int64_t real = size == 8 ? 8 : 4, sums = backward && args->grad_freqs.data ? pairs * threads : 0;
+    return slot_bytes + real * args->axes * (2 * pairs * lanes + 2 * unit_tokens + sums);
 }
 
 static const char *launch(int function, int64_t work, int64_t threads, int64_t shared, void *plan,
@@ -137,15 +143,15 @@ const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call) {
     rope_cuda_plan plan = {.args = *args};
     heads_as_repeats(&plan.args);
     args = &plan.args;
-    plan.tokens = product(args->token_dims, args->token_size);
-    plan.repeats = product(args->repeat_dims, args->repeat_size);
+    const int64_t tokens = product(args->token_dims, args->token_size);
+    const int64_t repeats = product(args->repeat_dims, args->repeat_size);
     const int backward = args->saved.data != NULL, given = args->positions.data == NULL;
     const int copies = args->y.data && args->y.data != args->x.data && 2 * args->pairs < args->head_dim;
 
     /* a block's memory grows with the axes: then less work at a time, smaller blocks, and last no vectors */
     int layout = layout_of(args, copies);
     int64_t threads = ROPE_CUDA_THREADS, turns = backward ? 16 : 4, shared;
-    while ((shared = cut(&plan, layout, copies, threads, turns)) > ROPE_CUDA_SHARED / 2) {
+    while ((shared = cut(&plan, tokens, repeats, layout, copies, threads, turns)) > ROPE_CUDA_SHARED / 2) {
         if (turns > 1)
             turns /= 2;
         else if (threads > ROPE_CUDA_WARP)
@@ -156,16 +162,20 @@ const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call) {
         } else
             break;
     }
+    if (shared < 0)
+        return rope_driver_error("%lld tokens of %lld heads, repeated %lld times, are too many for the CUDA kernels",
+                                 (long long)tokens, (long long)args->heads, (long long)repeats);
     if (shared > ROPE_CUDA_SHARED)
         return rope_driver_error("positions with %lld axes are too many for the CUDA kernels",
                                  (long long)args->axes);
 
     const int64_t row = args->heads * args->pairs, axes = args->axes;
-    const int64_t freq_parts = plan.token_units * plan.repeat_units, position_parts = plan.repeat_units * plan.tiles;
+    const int64_t freq_parts = (int64_t)plan.token_units * plan.repeat_units;
+    const int64_t position_parts = (int64_t)plan.repeat_units * plan.tiles;
     const int64_t freq_sums = backward && !given && args->grad_freqs.data ? freq_parts * axes * row : 0;
     const int64_t position_sums =
-        backward && !given && args->grad_positions.data ? position_parts * plan.tokens * axes : 0;
-    const int64_t angle_sums = backward && given && plan.repeat_units > 1 ? plan.repeat_units * plan.tokens * row : 0;
+        backward && !given && args->grad_positions.data ? position_parts * tokens * axes : 0;
+    const int64_t angle_sums = backward && given && plan.repeat_units > 1 ? plan.repeat_units * tokens * row : 0;
     const int64_t sums = freq_sums + position_sums + angle_sums;
     if (sums) {
         double *memory = call->allocate((size_t)sums * sizeof(double), call->context);
@@ -210,6 +220,7 @@ const char *rope_cuda_angles(const rope_args *args, int64_t groups, int64_t grou
                              const rope_cuda_call *call) {
     rope_cuda_angles_plan plan = {.args = *args, .groups = groups, .group_stride = group_stride, .angles = *angles};
     plan.tokens = product(args->token_dims, args->token_size);
+    if (plan.tokens >> 32) return "the CUDA kernels take fewer than 2^32 tokens";
     return launch(ROPE_FUNCTION_ANGLES, pieces(plan.tokens * args->freq_heads * args->pairs, ROPE_CUDA_THREADS),
                   ROPE_CUDA_THREADS, 0, &plan, call);
 }

@@ -36,21 +36,17 @@ ROPE_INLINE double from_bits_f64(uint64_t a) {
 
 #include "rope_turns.h"
 
-/* Of numbers that are not negative. Both 64-bit operands take a call of some 70 instructions. */
-ROPE_INLINE int64_t rope_divide(int64_t a, int64_t b) {
-    return ((uint64_t)(a | b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
-}
-
 typedef struct {
     int64_t x, y, saved;
 } rope_offsets;
 
 ROPE_INLINE rope_offsets rope_offsets_of(int dims, const int64_t *size, const int64_t *x, const int64_t *y,
-                                         const int64_t *saved, int64_t index) {
+                                         const int64_t *saved, uint32_t index) {
     rope_offsets at = {0, 0, 0};
     ROPE_ROLLED
     for (int d = dims - 1; d >= 0; d--) {
-        const int64_t rest = d == 0 ? 0 : rope_divide(index, size[d]), i = d == 0 ? index : index - rest * size[d];
+        const uint32_t rest = d == 0 ? 0 : index / (uint32_t)size[d];
+        const int64_t i = d == 0 ? index : index - rest * (uint32_t)size[d];
         at.x += i * x[d];
         at.y += i * y[d];
         at.saved += i * saved[d];
@@ -62,8 +58,15 @@ ROPE_INLINE rope_offsets rope_offsets_of(int dims, const int64_t *size, const in
 #define ROPE_INFINITY ((double)rope_bits_to_f32(0x7f800000))
 #define ROPE_NAN ((double)rope_bits_to_f32(0x7fc00000))
 
-ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operand *operand, int64_t token) {
-    return rope_offset(args->token_dims, args->token_size, operand->token, token);
+ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operand *operand, uint32_t token) {
+    int64_t at = 0;
+    ROPE_ROLLED
+    for (int d = args->token_dims - 1; d >= 0; d--) {
+        const uint32_t rest = d == 0 ? 0 : token / (uint32_t)args->token_size[d];
+        at += (d == 0 ? token : token - rest * (uint32_t)args->token_size[d]) * operand->token[d];
+        token = rest;
+    }
+    return at;
 }
 
 /* 1/pi, its bits behind the point, after six words of zeros: for exponents up to those of a product of doubles. */
@@ -151,8 +154,8 @@ typedef struct {
     int finite;
 } rope_fixed;
 
-static __device__ __noinline__ rope_fixed rope_fixed_angle(const rope_args *args, int64_t token, int64_t head,
-                                                           int64_t pair) {
+static __device__ __noinline__ rope_fixed rope_fixed_angle(const rope_args *args, uint32_t token, uint32_t head,
+                                                           uint32_t pair) {
     const rope_operand *positions = &args->positions, *freqs = &args->freqs;
     const int given = positions->data == 0;
     const int64_t position_at = given ? 0 : rope_operand_offset(args, positions, token);
@@ -284,8 +287,8 @@ ROPE_KERNEL(1) rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
     const int64_t row = args->freq_heads * args->pairs;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < plan.tokens * row;
          i += (int64_t)gridDim.x * blockDim.x) {
-        const int64_t token = rope_divide(i, row), rest = i - token * row, head = rope_divide(rest, args->pairs);
-        const int64_t pair = rest - head * args->pairs, from = rope_operand_offset(args, positions, token);
+        const int64_t token = i / row, rest = i - token * row, head = rest / args->pairs;
+        const int64_t pair = rest - head * args->pairs, from = rope_operand_offset(args, positions, (uint32_t)token);
         double angle = 0;
         for (int64_t a = 0; a < args->axes; a++) {
             double f = 0, low;
@@ -297,7 +300,7 @@ ROPE_KERNEL(1) rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
             angle += p * f + low * f;
         }
         rope_write(plan.angles.data, plan.angles.dtype,
-                   rope_operand_offset(args, &plan.angles, token) + head * plan.angles.head + pair * plan.angles.pair,
+                   rope_operand_offset(args, &plan.angles, (uint32_t)token) + head * plan.angles.head + pair * plan.angles.pair,
                    angle);
     }
 }

@@ -24,17 +24,25 @@
  * `lanes` slots, unit_tokens tokens and unit_repeats repeats. */
 typedef struct {
     rope_args args; /* heads that share frequencies are the innermost repeat dim here, and args.heads is 1 */
-    int64_t tokens, repeats;
-    int64_t slots, head_slots, head_rotated; /* of a row, of a head, and those that are rotated */
-    int64_t tiles, token_units, repeat_units, work;
-    int64_t unit_repeats;
-    int32_t lanes, lanes_log2, token_lanes, unit_tokens;
+    uint32_t tokens, repeats;                 /* all counts are below 2^32; offsets have 64 bits */
+    uint32_t slots, head_slots, head_rotated; /* of a row, of a head, and those that are rotated */
+    uint32_t tiles, token_units, repeat_units, work;
+    uint32_t unit_repeats;
+    uint32_t lanes, lanes_log2, token_lanes, unit_tokens;
 
     /* Backward: sums of each piece of work, NULL where not wanted */
     double *freq_sums;     /* [token_units][repeat_units][axes][heads][pairs] */
     double *position_sums; /* [repeat_units][tiles][tokens][axes] */
     double *angle_sums;    /* [repeat_units][tokens][heads][pairs]; NULL too with one repeat unit */
 } rope_cuda_plan;
+
+/* One lane's slot, in a block's memory: where its first channel is in a row. */
+typedef struct {
+    int64_t x, y, saved;
+    uint32_t head, pair; /* pair: ROPE_COPIED, or ROPE_NO_SLOT beyond the row */
+} rope_slot;
+#define ROPE_COPIED 0xfffffffeu
+#define ROPE_NO_SLOT 0xffffffffu
 
 /* out[i] = scale * (sums[0][i] + sums[1][i] + ...). */
 typedef struct {

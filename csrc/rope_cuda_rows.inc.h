@@ -74,36 +74,58 @@ ROPE_INLINE PIECE N(pack)(const REAL *a0, const REAL *a1) {
     return piece;
 }
 
-/* A block's memory: what all its threads need of frequencies and positions, and its sums. */
+/* A block's memory: what its threads share of slots, frequencies and positions, and its sums. */
 typedef struct {
+    rope_slot *slots;        /* [lanes] */
     REAL *turns;             /* [axes][high, low][PAIRS][lanes], half turns per unit */
     REAL *positions, *sizes; /* [unit_tokens][axes]; size: |position|, infinite where REAL doesn't hold it */
     REAL *sums;              /* [axes][PAIRS][threads] */
 } N(block);
 
 /* Fills a block's memory for `lanes` slots from first_slot on and the tokens from first_token on. */
-ROPE_INLINE void N(stage)(const rope_cuda_plan *plan, N(block) block, int axes, int64_t first_slot,
-                          int64_t first_token, int tokens) {
+ROPE_INLINE void N(stage)(const rope_cuda_plan *plan, N(block) block, uint32_t axes, uint32_t first_slot,
+                          uint32_t first_token, uint32_t tokens) {
     const rope_args *const args = &plan->args;
     const rope_operand *const freqs = &args->freqs, *const positions = &args->positions;
-    const int thread = (int)threadIdx.x, threads = (int)blockDim.x, span = plan->lanes * PAIRS;
+    const uint32_t thread = threadIdx.x, threads = blockDim.x, lanes = plan->lanes;
+    if (thread < lanes) {
+        const uint32_t slot = first_slot + thread, head = slot / plan->head_slots;
+        const uint32_t place = slot - head * plan->head_slots;
+        rope_slot of;
+        of.head = head;
+        of.pair = slot >= plan->slots ? ROPE_NO_SLOT : place < plan->head_rotated ? place * PAIRS : ROPE_COPIED;
+        int64_t channel;
+        if (of.pair == ROPE_COPIED) {
+            channel = (int64_t)(place - plan->head_rotated) * (LAYOUT == ROPE_SCALAR ? 1 : N(PER_VECTOR));
+            if (channel >= args->rotary_offset) channel += 2 * args->pairs;
+        } else if (LAYOUT == ROPE_INTERLEAVED) {
+            channel = args->rotary_offset + 2 * (int64_t)place * PAIRS;
+        } else {
+            const uint32_t half = (uint32_t)(args->block / 2), pair = place * PAIRS, blocks = pair / half;
+            channel = args->rotary_offset + blocks * args->block + (pair - blocks * half);
+        }
+        of.x = head * args->x.head + channel * args->x.channel;
+        of.y = head * args->y.head + channel * args->y.channel;
+        of.saved = head * args->saved.head + channel * args->saved.channel;
+        block.slots[thread] = of;
+    }
     ROPE_ROLLED
-    for (int i = thread; i < axes * span; i += threads) {
-        const int a = i / span, j = i % span / plan->lanes;
-        const int64_t slot = first_slot + i % plan->lanes, head = rope_divide(slot, plan->head_slots);
-        const int64_t place = slot - head * plan->head_slots;
+    for (uint32_t i = thread; i < axes * PAIRS * lanes; i += threads) {
+        const uint32_t lane = i & (lanes - 1), rest = i >> plan->lanes_log2, a = rest / PAIRS, j = rest % PAIRS;
+        const uint32_t slot = first_slot + lane, head = slot / plan->head_slots;
+        const uint32_t place = slot - head * plan->head_slots;
         double high = 0, low = 0;
         if (slot < plan->slots && place < plan->head_rotated) {
             const int64_t at = a * freqs->axis + head * freqs->head + (place * PAIRS + j) * freqs->pair;
             rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at).high, &high, &low);
         }
-        REAL *const to = block.turns + a * 2 * span + i % span;
+        REAL *const to = block.turns + (a * 2 * PAIRS + j) * lanes + lane;
         to[0] = (REAL)high;
-        to[span] = (REAL)(sizeof(REAL) == 4 ? high - (double)(float)high + low : low);
+        to[PAIRS * lanes] = (REAL)(sizeof(REAL) == 4 ? high - (double)(float)high + low : low);
     }
     const int narrow = sizeof(REAL) == 4 && freqs->dtype == ROPE_F64;
     ROPE_ROLLED
-    for (int i = thread; i < axes * tokens; i += threads) {
+    for (uint32_t i = thread; i < axes * tokens; i += threads) {
         const int64_t at = rope_operand_offset(args, positions, first_token + i / axes);
         const rope_number p = rope_read_operand(positions->data, positions->dtype, at + i % axes * positions->axis);
         const REAL held = (REAL)p.high;
@@ -113,9 +135,10 @@ ROPE_INLINE void N(stage)(const rope_cuda_plan *plan, N(block) block, int axes, 
 }
 
 /* Cos and sin of a thread's PAIRS pairs at a token, the `local`-th of the block. */
-ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, int axes, int lane, int local, int64_t token,
-                           int64_t head, int64_t pair, REAL *c, REAL *s) {
+ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, uint32_t axes, uint32_t lane, uint32_t local,
+                           uint32_t token, REAL *c, REAL *s) {
     const rope_args *const args = &plan->args;
+    const uint32_t lanes = plan->lanes;
     ROPE_JOIN(turn, R) turns[PAIRS];
     REAL bound[PAIRS];
     for (int j = 0; j < PAIRS; j++) {
@@ -124,11 +147,11 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, int axes,
     }
     if (axes == 0) { /* given angles */
         const rope_operand *const freqs = &args->freqs;
-        const int64_t at = rope_operand_offset(args, freqs, token) + head * freqs->head;
+        const int64_t at = rope_operand_offset(args, freqs, token) + block.slots[lane].head * freqs->head +
+                           block.slots[lane].pair * freqs->pair;
         for (int j = 0; j < PAIRS; j++) {
             double high, low;
-            rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at + (pair + j) * freqs->pair).high, &high,
-                            &low);
+            rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at + j * freqs->pair).high, &high, &low);
             const REAL first = (REAL)high;
             const REAL second = (REAL)(sizeof(REAL) == 4 ? high - (double)first + low : low);
             ROPE_JOIN(turn_add, R)(turns + j, 0, 1, 0, &first, &second);
@@ -136,11 +159,11 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, int axes,
         }
     }
     ROPE_ROLLED
-    for (int a = 0; a < axes; a++) {
+    for (uint32_t a = 0; a < axes; a++) {
         const REAL position = block.positions[local * axes + a], size = block.sizes[local * axes + a];
-        const REAL *const at = block.turns + a * 2 * PAIRS * plan->lanes + lane;
+        const REAL *const at = block.turns + a * 2 * PAIRS * lanes + lane;
         for (int j = 0; j < PAIRS; j++) {
-            const REAL high = at[j * plan->lanes], low = at[(PAIRS + j) * plan->lanes];
+            const REAL high = at[j * lanes], low = at[(PAIRS + j) * lanes];
             ROPE_JOIN(turn_add, R)(turns + j, a, position, 0, &high, &low);
             bound[j] += size * (REAL)fabs(high);
         }
@@ -149,10 +172,12 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, int axes,
     const REAL limit = (REAL)(0.318 * (sizeof(REAL) == 4 ? ROPE_ANGLE_LIMIT_F32 : ROPE_ANGLE_LIMIT_F64));
     for (int j = 0; j < PAIRS; j++)
         if (!(bound[j] < limit)) {
-            const rope_fixed angle = rope_fixed_angle(args, token, head, pair + j);
+            const rope_fixed angle =
+                rope_fixed_angle(args, token, block.slots[lane].head, block.slots[lane].pair + (uint32_t)j);
             const uint64_t shifted = angle.turns + ((uint64_t)1 << 62), rest = shifted & ~((uint64_t)1 << 63);
             turns[j].odd[0] = (ROPE_JOIN(int, R))(shifted >> 63);
-            turns[j].rest[0] = angle.finite ? (REAL)((int64_t)rest - ((int64_t)1 << 62)) * (REAL)0x1p-63 : (REAL)ROPE_NAN;
+            turns[j].rest[0] =
+                angle.finite ? (REAL)((int64_t)rest - ((int64_t)1 << 62)) * (REAL)0x1p-63 : (REAL)ROPE_NAN;
             turns[j].tail[0] = 0;
         }
     for (int j = 0; j < PAIRS; j++)
@@ -173,95 +198,77 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
     const ELEMENT *const x = (const ELEMENT *)args->x.data, *const saved = (const ELEMENT *)args->saved.data;
     ELEMENT *const y = (ELEMENT *)args->y.data;
     const int write = !backward || y != 0, from_input = backward && args->saved_is_input;
-    const int axes = args->positions.data ? (int)args->axes : 0; /* 0: angles are given */
-    const int thread = (int)threadIdx.x, threads = (int)blockDim.x, lanes = plan->lanes, span = lanes * PAIRS;
-    const int lane = thread & (lanes - 1), token_lane = thread >> plan->lanes_log2;
-    const int64_t row = args->heads * args->pairs;
+    const uint32_t axes = args->positions.data ? (uint32_t)args->axes : 0; /* 0: angles are given */
+    const uint32_t thread = threadIdx.x, threads = blockDim.x, lanes = plan->lanes;
+    const uint32_t lane = thread & (lanes - 1), token_lane = thread >> plan->lanes_log2;
+    const int64_t half = LAYOUT == ROPE_INTERLEAVED ? 1 : args->block / 2, row = args->heads * args->pairs;
     const REAL sign = args->inverse ? 1 : -1; /* the backward rotates the other way round */
     N(block) block;
-    block.turns = (REAL *)memory;
-    block.positions = block.turns + 2 * axes * span;
+    block.slots = (rope_slot *)memory;
+    block.turns = (REAL *)(block.slots + lanes);
+    block.positions = block.turns + 2 * axes * PAIRS * lanes;
     block.sizes = block.positions + axes * plan->unit_tokens;
     block.sums = block.sizes + axes * plan->unit_tokens;
 
     ROPE_ROLLED
-    for (int64_t work = blockIdx.x; work < plan->work; work += gridDim.x) {
-        int64_t rest = rope_divide(work, plan->tiles);
-        const int64_t tile = work - rest * plan->tiles, token_unit = rope_divide(rest, plan->repeat_units);
-        const int64_t repeat_unit = rest - token_unit * plan->repeat_units;
-        const int64_t first_token = token_unit * plan->unit_tokens;
-        const int tokens = (int)(plan->tokens - first_token < plan->unit_tokens ? plan->tokens - first_token
-                                                                                : plan->unit_tokens);
-        const int64_t first = repeat_unit * plan->unit_repeats;
-        const int64_t last = first + plan->unit_repeats < plan->repeats ? first + plan->unit_repeats : plan->repeats;
+    for (uint32_t work = blockIdx.x; work < plan->work; work += gridDim.x) {
+        const uint32_t units = work / plan->tiles, tile = work - units * plan->tiles;
+        const uint32_t token_unit = units / plan->repeat_units, repeat_unit = units - token_unit * plan->repeat_units;
+        const uint32_t first_token = token_unit * plan->unit_tokens, left = plan->tokens - first_token;
+        const uint32_t tokens = left < plan->unit_tokens ? left : plan->unit_tokens;
+        const uint32_t first = repeat_unit * plan->unit_repeats, repeats_left = plan->repeats - first;
+        const uint32_t last = first + (repeats_left < plan->unit_repeats ? repeats_left : plan->unit_repeats);
 
-        if (axes) {
-            __syncthreads(); /* the work before may still be reading */
-            N(stage)(plan, block, axes, tile * lanes, first_token, tokens);
-            if (backward && plan->freq_sums)
-                ROPE_ROLLED
-                for (int i = 0; i < axes * PAIRS; i++)
-                    block.sums[i * threads + thread] = 0;
-            __syncthreads();
-        }
-
-        const int64_t slot = tile * lanes + lane, head = rope_divide(slot, plan->head_slots);
-        const int64_t place = slot - head * plan->head_slots, pair = place * PAIRS;
-        const int in_row = slot < plan->slots, rotated = place < plan->head_rotated;
-        /* of the first channel; the second of a pair is `half` channels on */
-        int64_t channel = args->rotary_offset + 2 * pair, half = 1;
-        if (LAYOUT != ROPE_INTERLEAVED) {
-            half = args->block / 2;
-            const int64_t blocks = rope_divide(pair, half);
-            channel = args->rotary_offset + blocks * args->block + (pair - blocks * half);
-        }
-        if (!rotated) {
-            channel = (place - plan->head_rotated) * (LAYOUT == ROPE_SCALAR ? 1 : N(PER_VECTOR));
-            if (channel >= args->rotary_offset) channel += 2 * args->pairs;
-        }
-        const int64_t x_at = head * args->x.head + channel * args->x.channel, x_apart = half * args->x.channel;
-        const int64_t y_at = head * args->y.head + channel * args->y.channel, y_apart = half * args->y.channel;
-        const int64_t saved_at = head * args->saved.head + channel * args->saved.channel;
-        const int64_t saved_apart = half * args->saved.channel;
+        __syncthreads(); /* the work before may still be reading */
+        N(stage)(plan, block, axes, tile * lanes, first_token, tokens);
+        if (backward && plan->freq_sums)
+            ROPE_ROLLED
+            for (uint32_t i = 0; i < axes * PAIRS; i++)
+                block.sums[i * threads + thread] = 0;
+        __syncthreads();
 
         /* as many turns for every thread: sums over lanes need them all */
         ROPE_ROLLED
-        for (int turn = 0; turn < plan->unit_tokens; turn += plan->token_lanes) {
-            const int local = turn + token_lane;
-            const int64_t token = first_token + local;
-            const rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token, args->y.token,
-                                                    args->saved.token, local < tokens ? token : 0);
+        for (uint32_t local = token_lane; local < plan->unit_tokens; local += plan->token_lanes) {
+            const uint32_t token = first_token + local, pair = block.slots[lane].pair;
+            const int active = local < tokens && pair != ROPE_NO_SLOT;
             REAL grad[PAIRS];
             for (int j = 0; j < PAIRS; j++)
                 grad[j] = 0;
 
-            if (in_row && local < tokens && !rotated) {
+            if (active && pair == ROPE_COPIED) {
+                const rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token,
+                                                        args->y.token, args->saved.token, token);
                 ROPE_ROLLED
-                for (int64_t r = first; write && r < last; r++) {
+                for (uint32_t r = first; write && r < last; r++) {
                     const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
                                                             args->y.repeat, args->saved.repeat, r);
-                    *(WORD *)(y + y_at + at.y + to.y) = *(const WORD *)(x + x_at + at.x + to.x);
+                    *(WORD *)(y + block.slots[lane].y + at.y + to.y) =
+                        *(const WORD *)(x + block.slots[lane].x + at.x + to.x);
                 }
-            } else if (in_row && local < tokens) {
+            } else if (active) {
                 REAL c[PAIRS], s[PAIRS];
-                N(angles)(plan, block, axes, lane, local, token, head, pair, c, s);
+                N(angles)(plan, block, axes, lane, local, token, c, s);
+                rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token, args->y.token,
+                                                  args->saved.token, token);
+                at.x += block.slots[lane].x, at.y += block.slots[lane].y, at.saved += block.slots[lane].saved;
                 enum { TOGETHER = UNROLL, TOGETHER_BACKWARD = UNROLL / 2 };
-                const int together = backward ? TOGETHER_BACKWARD : TOGETHER;
+                const uint32_t together = backward ? TOGETHER_BACKWARD : TOGETHER;
                 ROPE_ROLLED
-                for (int64_t r = first; r < last; r += together) {
+                for (uint32_t r = first; r < last; r += together) {
                     PIECE pieces[TOGETHER], others[TOGETHER];
                     int64_t to_y[TOGETHER];
                     ROPE_UNROLLED
-                    for (int u = 0; u < together; u++) {
+                    for (uint32_t u = 0; u < together; u++) {
                         if (r + u >= last) continue;
                         const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
                                                                 args->y.repeat, args->saved.repeat, r + u);
-                        pieces[u] = N(load)(x + x_at + at.x + to.x, x_apart);
-                        if (backward) others[u] = N(load)(saved + saved_at + at.saved + to.saved, saved_apart);
-                        to_y[u] = y_at + at.y + to.y;
+                        pieces[u] = N(load)(x + at.x + to.x, half * args->x.channel);
+                        if (backward) others[u] = N(load)(saved + at.saved + to.saved, half * args->saved.channel);
+                        to_y[u] = at.y + to.y;
                     }
                     ROPE_UNROLLED
-                    for (int u = 0; u < together; u++) {
+                    for (uint32_t u = 0; u < together; u++) {
                         if (r + u >= last) continue;
                         REAL a0[PAIRS], a1[PAIRS], b0[PAIRS], b1[PAIRS], w0[PAIRS], w1[PAIRS];
                         N(unpack)(pieces[u], a0, a1);
@@ -273,7 +280,7 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
                                 grad[j] += g1 * w0[j] - g0 * w1[j];
                             }
                         }
-                        if (write) N(store)(y + to_y[u], y_apart, N(pack)(b0, b1));
+                        if (write) N(store)(y + to_y[u], half * args->y.channel, N(pack)(b0, b1));
                     }
                 }
             }
@@ -282,35 +289,38 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
             for (int j = 0; j < PAIRS; j++)
                 grad[j] *= sign;
             if (!axes) {
+                if (!active || pair == ROPE_COPIED) continue;
                 const rope_operand *const out = &args->grad_freqs;
-                for (int j = 0; j < PAIRS && in_row && rotated && local < tokens; j++)
+                const uint32_t head = block.slots[lane].head;
+                for (int j = 0; j < PAIRS; j++)
                     if (plan->angle_sums)
-                        plan->angle_sums[(repeat_unit * plan->tokens + token) * row + head * args->pairs + pair + j] =
-                            (double)grad[j];
+                        plan->angle_sums[((int64_t)repeat_unit * plan->tokens + token) * row + head * args->pairs +
+                                         pair + (uint32_t)j] = (double)grad[j];
                     else
                         rope_write_operand(out->data, out->dtype,
                                            rope_operand_offset(args, out, token) + head * out->head +
-                                               (pair + j) * out->pair,
+                                               (pair + (uint32_t)j) * out->pair,
                                            (double)grad[j]);
                 continue;
             }
             ROPE_ROLLED
-            for (int a = 0; a < axes; a++) {
-                const REAL *const turns = block.turns + a * 2 * span + lane;
-                REAL sum = 0;
+            for (uint32_t a = 0; a < axes; a++) {
+                const REAL *const turns = block.turns + a * 2 * PAIRS * lanes + lane;
                 if (plan->position_sums) {
+                    REAL sum = 0;
                     for (int j = 0; j < PAIRS; j++)
                         sum += turns[j * lanes] * grad[j];
                     ROPE_ROLLED
-                    for (int step = lanes / 2; step > 0; step /= 2)
-                        sum += __shfl_down_sync(0xffffffff, sum, step, lanes);
+                    for (uint32_t step = lanes / 2; step > 0; step /= 2)
+                        sum += __shfl_down_sync(0xffffffff, sum, step, (int)lanes);
                     if (lane == 0 && local < tokens)
-                        plan->position_sums[((repeat_unit * plan->tiles + tile) * plan->tokens + token) * axes + a] =
-                            (double)sum;
+                        plan->position_sums[((int64_t)(repeat_unit * plan->tiles + tile) * plan->tokens + token) *
+                                                axes +
+                                            a] = (double)sum;
                 }
-                if (plan->freq_sums && local < tokens)
+                if (plan->freq_sums && active)
                     for (int j = 0; j < PAIRS; j++)
-                        block.sums[(a * PAIRS + j) * threads + thread] +=
+                        block.sums[(a * PAIRS + (uint32_t)j) * threads + thread] +=
                             block.positions[local * axes + a] * grad[j];
             }
         }
@@ -318,17 +328,16 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
         if (backward && plan->freq_sums) {
             __syncthreads();
             ROPE_ROLLED
-            for (int i = thread; i < axes * span; i += threads) {
-                const int of_lane = i % lanes;
-                const int64_t of_slot = tile * lanes + of_lane, of_head = rope_divide(of_slot, plan->head_slots);
-                const int64_t of_place = of_slot - of_head * plan->head_slots;
-                if (of_slot >= plan->slots || of_place >= plan->head_rotated) continue;
+            for (uint32_t i = thread; i < axes * PAIRS * lanes; i += threads) {
+                const uint32_t of_lane = i & (lanes - 1), rest = i >> plan->lanes_log2;
+                const rope_slot *const slot = block.slots + of_lane;
+                if (slot->pair >= ROPE_COPIED) continue;
                 double sum = 0;
                 ROPE_ROLLED
-                for (int t = 0; t < plan->token_lanes; t++)
-                    sum += (double)block.sums[i / lanes * threads + t * lanes + of_lane];
-                plan->freq_sums[((token_unit * plan->repeat_units + repeat_unit) * axes + i / span) * row +
-                                of_head * args->pairs + of_place * PAIRS + i % span / lanes] = sum;
+                for (uint32_t t = 0; t < plan->token_lanes; t++)
+                    sum += (double)block.sums[rest * threads + t * lanes + of_lane];
+                plan->freq_sums[((int64_t)units * axes + rest / PAIRS) * row + slot->head * args->pairs + slot->pair +
+                                rest % PAIRS] = sum;
             }
         }
     }
