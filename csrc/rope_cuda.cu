@@ -130,7 +130,7 @@ ROPE_INLINE uint64_t rope_mantissa(uint64_t bits, int *exponent) {
 /* p * f / pi in units of 2^-63, modulo two half turns: exact but for the last unit, for all finite p and f. The product
  * of their mantissas is an integer below 2^106, so of 1/pi only the bits count that its multiples move to between 2^-171
  * and 2^0 half turns: those above make whole turns, and those below less than a unit. */
-ROPE_INLINE uint64_t rope_fixed_turns(double p, double f) {
+static __device__ __noinline__ uint64_t rope_fixed_turns(double p, double f) {
     const uint64_t p_bits = bits_f64(p), f_bits = bits_f64(f);
     int exponent = 0;
     const uint64_t p_mantissa = rope_mantissa(p_bits, &exponent), f_mantissa = rope_mantissa(f_bits, &exponent);
@@ -154,7 +154,7 @@ typedef struct {
     int finite;
 } rope_fixed;
 
-static __device__ __noinline__ rope_fixed rope_fixed_angle(const rope_args *args, uint32_t token, uint32_t head,
+ROPE_INLINE rope_fixed rope_fixed_angle(const rope_args *args, uint32_t token, uint32_t head,
                                                            uint32_t pair) {
     const rope_operand *positions = &args->positions, *freqs = &args->freqs;
     const int given = positions->data == 0;
@@ -306,8 +306,8 @@ ROPE_KERNEL(1) rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
 }
 
 /* Blocks that fit a multiprocessor together, which bounds the registers of a thread; see docs/cuda.md */
-#define ROTATE_BLOCKS 1
-#define BACKWARD_BLOCKS 1
+#define ROTATE_BLOCKS (PAIRS == 8 ? 2 : 3)
+#define BACKWARD_BLOCKS 2
 #define LAYOUT ROPE_INTERLEAVED
 #define LAYOUT_NAME interleaved
 #include "rope_cuda_types.inc.h"

@@ -170,18 +170,26 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, uint32_t 
     }
     /* in half turns, a little below the limit; false for NaN */
     const REAL limit = (REAL)(0.318 * (sizeof(REAL) == 4 ? ROPE_ANGLE_LIMIT_F32 : ROPE_ANGLE_LIMIT_F64));
-    for (int j = 0; j < PAIRS; j++)
-        if (!(bound[j] < limit)) {
-            const rope_fixed angle =
-                rope_fixed_angle(args, token, block.slots[lane].head, block.slots[lane].pair + (uint32_t)j);
-            const uint64_t shifted = angle.turns + ((uint64_t)1 << 62), rest = shifted & ~((uint64_t)1 << 63);
-            turns[j].odd[0] = (ROPE_JOIN(int, R))(shifted >> 63);
-            turns[j].rest[0] =
-                angle.finite ? (REAL)((int64_t)rest - ((int64_t)1 << 62)) * (REAL)0x1p-63 : (REAL)ROPE_NAN;
-            turns[j].tail[0] = 0;
-        }
-    for (int j = 0; j < PAIRS; j++)
+    uint32_t beyond = 0;
+    for (int j = 0; j < PAIRS; j++) {
+        beyond |= (uint32_t)!(bound[j] < limit) << j;
         ROPE_JOIN(turn_cos_sin, R)(turns + j, args->inverse, c + j, s + j);
+    }
+    ROPE_ROLLED
+    for (uint32_t i = 0; beyond >> i; i++) {
+        if (!(beyond >> i & 1)) continue;
+        const rope_fixed angle = rope_fixed_angle(args, token, block.slots[lane].head, block.slots[lane].pair + i);
+        const uint64_t shifted = angle.turns + ((uint64_t)1 << 62), rest = shifted & ~((uint64_t)1 << 63);
+        ROPE_JOIN(turn, R) turn;
+        REAL of_c, of_s;
+        turn.odd[0] = (ROPE_JOIN(int, R))(shifted >> 63);
+        turn.rest[0] = angle.finite ? (REAL)((int64_t)rest - ((int64_t)1 << 62)) * (REAL)0x1p-63 : (REAL)ROPE_NAN;
+        turn.tail[0] = 0;
+        ROPE_JOIN(turn_cos_sin, R)(&turn, args->inverse, &of_c, &of_s);
+        ROPE_UNROLLED
+        for (uint32_t j = 0; j < PAIRS; j++) /* registers have no index */
+            if (j == i) c[j] = of_c, s[j] = of_s;
+    }
 }
 
 /* Position zero is the identity to the last bit, -0 included: products with sin are made +0 where they vanish (`+ 0`)
@@ -202,6 +210,8 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
     const uint32_t thread = threadIdx.x, threads = blockDim.x, lanes = plan->lanes;
     const uint32_t lane = thread & (lanes - 1), token_lane = thread >> plan->lanes_log2;
     const int64_t half = LAYOUT == ROPE_INTERLEAVED ? 1 : args->block / 2, row = args->heads * args->pairs;
+    const int inner_dim = args->repeat_dims > 0 ? args->repeat_dims - 1 : 0;
+    const uint32_t inner = args->repeat_dims > 0 ? (uint32_t)args->repeat_size[inner_dim] : 1;
     const REAL sign = args->inverse ? 1 : -1; /* the backward rotates the other way round */
     N(block) block;
     block.slots = (rope_slot *)memory;
@@ -249,38 +259,51 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
             } else if (active) {
                 REAL c[PAIRS], s[PAIRS];
                 N(angles)(plan, block, axes, lane, local, token, c, s);
-                rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token, args->y.token,
-                                                  args->saved.token, token);
-                at.x += block.slots[lane].x, at.y += block.slots[lane].y, at.saved += block.slots[lane].saved;
+                const rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token,
+                                                        args->y.token, args->saved.token, token);
                 enum { TOGETHER = UNROLL, TOGETHER_BACKWARD = UNROLL / 2 };
                 const uint32_t together = backward ? TOGETHER_BACKWARD : TOGETHER;
                 ROPE_ROLLED
-                for (uint32_t r = first; r < last; r += together) {
-                    PIECE pieces[TOGETHER], others[TOGETHER];
-                    int64_t to_y[TOGETHER];
-                    ROPE_UNROLLED
-                    for (uint32_t u = 0; u < together; u++) {
-                        if (r + u >= last) continue;
-                        const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
-                                                                args->y.repeat, args->saved.repeat, r + u);
-                        pieces[u] = N(load)(x + at.x + to.x, half * args->x.channel);
-                        if (backward) others[u] = N(load)(saved + at.saved + to.saved, half * args->saved.channel);
-                        to_y[u] = at.y + to.y;
-                    }
-                    ROPE_UNROLLED
-                    for (uint32_t u = 0; u < together; u++) {
-                        if (r + u >= last) continue;
-                        REAL a0[PAIRS], a1[PAIRS], b0[PAIRS], b1[PAIRS], w0[PAIRS], w1[PAIRS];
-                        N(unpack)(pieces[u], a0, a1);
-                        N(rotate_pairs)(a0, a1, c, s, b0, b1);
-                        if (backward) {
-                            N(unpack)(others[u], w0, w1);
-                            for (int j = 0; j < PAIRS; j++) {
-                                const REAL g0 = from_input ? b0[j] : a0[j], g1 = from_input ? b1[j] : a1[j];
-                                grad[j] += g1 * w0[j] - g0 * w1[j];
-                            }
+                for (uint32_t r = first, count; r < last; r += count) { /* along the innermost repeat dim */
+                    const uint32_t outer = r / inner, begin = r - outer * inner;
+                    count = inner - begin < last - r ? inner - begin : last - r;
+                    const rope_offsets to = rope_offsets_of(inner_dim, args->repeat_size, args->x.repeat,
+                                                            args->y.repeat, args->saved.repeat, outer);
+                    const ELEMENT *from = x + (block.slots[lane].x + at.x + to.x) + begin * args->x.repeat[inner_dim];
+                    const ELEMENT *with = saved;
+                    ELEMENT *into = y;
+                    if (backward)
+                        with += block.slots[lane].saved + at.saved + to.saved + begin * args->saved.repeat[inner_dim];
+                    if (write) into += block.slots[lane].y + at.y + to.y + begin * args->y.repeat[inner_dim];
+                    ROPE_ROLLED
+                    for (uint32_t i = 0; i < count; i += together) {
+                        PIECE pieces[TOGETHER], others[TOGETHER];
+                        ROPE_UNROLLED
+                        for (uint32_t u = 0; u < together; u++) {
+                            if (i + u >= count) continue;
+                            pieces[u] = N(load)(from, half * args->x.channel);
+                            from += args->x.repeat[inner_dim];
+                            if (!backward) continue;
+                            others[u] = N(load)(with, half * args->saved.channel);
+                            with += args->saved.repeat[inner_dim];
                         }
-                        if (write) N(store)(y + to_y[u], half * args->y.channel, N(pack)(b0, b1));
+                        ROPE_UNROLLED
+                        for (uint32_t u = 0; u < together; u++) {
+                            if (i + u >= count) continue;
+                            REAL a0[PAIRS], a1[PAIRS], b0[PAIRS], b1[PAIRS], w0[PAIRS], w1[PAIRS];
+                            N(unpack)(pieces[u], a0, a1);
+                            N(rotate_pairs)(a0, a1, c, s, b0, b1);
+                            if (backward) {
+                                N(unpack)(others[u], w0, w1);
+                                for (int j = 0; j < PAIRS; j++) {
+                                    const REAL g0 = from_input ? b0[j] : a0[j], g1 = from_input ? b1[j] : a1[j];
+                                    grad[j] += g1 * w0[j] - g0 * w1[j];
+                                }
+                            }
+                            if (!write) continue;
+                            N(store)(into, half * args->y.channel, N(pack)(b0, b1));
+                            into += args->y.repeat[inner_dim];
+                        }
                     }
                 }
             }
