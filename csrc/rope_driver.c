@@ -111,7 +111,7 @@ static const char *load_functions(rope_device *device, const void *image) {
 
 static const char *load_image(rope_device *device, int index, int architecture) {
 #if defined(ROPE_CUDA_SOURCE)
-    if (!test_driver) {
+    if (!test_driver || nvrtc) {
         void *code = NULL;
         if (!nvrtc)
             return "the CUDA kernels are here as source and NVRTC, which compiles them, was not found "
