@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c)
+C_FILES := $(wildcard csrc/*.c csrc/*.h csrc/*.cu tests/c/*.c tests/cuda_emulation/*)
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*)
 JOBS ?= 2
 
-.PHONY: demo test test-arm sanitize lint format bench wheel clean
+.PHONY: demo test test-arm test-cuda cuda gpu-check sanitize lint format bench wheel clean
 
 # Writes demo.png
 demo: $(VENV)/demo
@@ -23,14 +23,32 @@ test-arm:
 		{ apt-get update -q && apt-get install -y -q gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; }
 	$(MAKE) -C tests/c arm
 
+# The CUDA kernels on an emulated device: their own tests, then the Python tests with CPU tensors sent there
+EMULATION := $(CURDIR)/build/tests_c/cuda/libemulation.so
+test-cuda: $(VENV)/test
+	$(MAKE) -C tests/c cuda
+	ND_ROTARY_EMULATION=$(EMULATION) $(BIN)/python -m pytest -n $(JOBS) -q $(addprefix tests/test_,\
+		rotate.py precision.py functional.py autograd.py operators.py encoding.py errors.py same_bits.py)
+
+# All architectures, warnings as errors. The compiler comes from PyPI where there is none
+cuda: $(VENV)/python
+	command -v nvcc $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc >/dev/null || \
+		$(BIN)/pip install -q 'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-crt>=13,<14' 'nvidia-nvvm>=13,<14' \
+		'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-cccl>=13,<14'
+	ND_ROTARY_CUDA=1 $(BIN)/python setup.py -q build_cuda
+
 # The same suite on a build that stops at the first invalid access or undefined operation
 sanitize: $(VENV)/test
-	$(MAKE) -C tests/c sanitize
+	$(MAKE) -C tests/c sanitize cuda-sanitize
 	rm -rf build/sanitize
 	ND_ROTARY_SANITIZE=1 $(BIN)/python setup.py -q build --build-lib build/sanitize --build-temp build/sanitize-objects
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		PYTHONPATH=build/sanitize $(BIN)/pytest -q -p no:randomly \
 		tests/test_rotate.py tests/test_precision.py tests/test_same_bits.py tests/test_functional.py tests/test_errors.py
+	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ND_ROTARY_EMULATION=$(CURDIR)/build/tests_c/cuda-sanitize/libemulation.so \
+		PYTHONPATH=build/sanitize $(BIN)/pytest -q -p no:randomly tests/test_rotate.py tests/test_functional.py
 
 lint: $(VENV)/lint
 	$(BIN)/ruff check

@@ -45,7 +45,8 @@ CUDA_ARCHITECTURES = "8.0+PTX;8.6;8.9;9.0;10.0;12.0"
 
 def find_nvcc():
     """A toolkit's, or that of the package nvidia-cuda-nvcc."""
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", *glob(sysconfig.get_path("purelib") + "/nvidia/cu*")]
+    packages = glob(sysconfig.get_path("purelib") + "/nvidia/cu*")
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", *packages]
     nvcc = [shutil.which("nvcc"), *(shutil.which("nvcc", path=f"{home}/bin") for home in homes if home)]
     return next(filter(None, nvcc), None)
 
@@ -53,7 +54,7 @@ def find_nvcc():
 def cuda_targets(nvcc):
     """Flags for TORCH_CUDA_ARCH_LIST, or for all architectures that this nvcc knows, and their names."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    known = subprocess.check_output([nvcc, "--list-gpu-arch"], text=True).split()
     flags, names = [], []
     for entry in re.split(r"[;,\s]+", (listed or CUDA_ARCHITECTURES).strip(" ;,")):
         match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", entry)

@@ -22,9 +22,10 @@ static PyObject *build_info(PyObject *module, PyObject *unused) {
         Py_XDECREF(entry);
     }
     if (!built) return NULL;
-    return Py_BuildValue("{s:s,s:N,s:s,s:z,s:O,s:K}", "compiler", COMPILER, "instruction_sets", built, "instruction_set",
-                         rope_cpu_active_isa(), "cuda_built", rope_cuda_built(), "cuda_registered",
-                         cuda_is_wanted() ? Py_True : Py_False, "torch_abi", (unsigned long long)torch.aoti_torch_abi_version());
+    return Py_BuildValue("{s:s,s:N,s:s,s:z,s:O,s:K}", "compiler", COMPILER, "instruction_sets", built,
+                         "instruction_set", rope_cpu_active_isa(), "cuda_built", rope_cuda_built(), "cuda_registered",
+                         cuda_is_wanted() ? Py_True : Py_False, "torch_abi",
+                         (unsigned long long)torch.aoti_torch_abi_version());
 }
 
 static PyObject *force_instruction_set(PyObject *module, PyObject *argument) {

@@ -89,6 +89,8 @@ typedef struct {
     rope_operand grad_freqs;
 } rope_args;
 
+#if !defined(__CUDACC__) /* device code needs no more */
+
 typedef void rope_task(int64_t begin, int64_t end, void *context);
 
 /* Runs task over [0, count) in pieces of at least `grain`, possibly in parallel; returns 0 on success. */
@@ -130,5 +132,7 @@ void rope_cuda_use_driver(const char *path);
 const char *rope_cpu_isa(int index, int *usable);
 const char *rope_cpu_active_isa(void);
 int rope_cpu_force_isa(const char *name); /* NULL: choose again. Returns 0, or -1 where it can't be used */
+
+#endif /* not CUDA */
 
 #endif

@@ -1,5 +1,5 @@
-/* An angle, axis by axis, and then its cos and sin, in the arithmetic R (f32 or f64): SIDE_BY_SIDE values of type VEC,
- * which are vectors of angles on the CPU and single angles in CUDA.
+/* An angle, axis by axis, and then its cos and sin, in the arithmetic R (f32 or f64): SIDE_BY_SIDE values of type
+ * VEC, which are vectors of angles on the CPU and single angles in CUDA.
  *
  * Frequencies come in half turns per unit, as a sum high + low of two reals. p * high is kept as the rounded product
  * plus the exact rest (fma); taking whole half turns off the product is exact, so an angle loses nothing to range

@@ -122,7 +122,7 @@ static void read_freqs(rope_plan *plan) {
             }
         plan->freq_bound[a] = bound;
         rope_all_half_turns(plan->freqs_f64 + a * plan->padded, plan->row, plan->padded,
-                        plan->turns_f64 + 2 * a * plan->padded, plan->turns_f32 + 2 * a * plan->padded);
+                            plan->turns_f64 + 2 * a * plan->padded, plan->turns_f32 + 2 * a * plan->padded);
     }
 }
 

@@ -19,9 +19,7 @@ static int64_t product(int dims, const int64_t *size) {
 static const int64_t element_size[ROPE_EMBEDDING_DTYPES] = {
     [ROPE_F32] = 4, [ROPE_F64] = 8, [ROPE_F16] = 2, [ROPE_BF16] = 2};
 
-static rope_tensor *tensor_of(rope_args *args, int i) {
-    return i == 0 ? &args->x : i == 1 ? &args->y : &args->saved;
-}
+static rope_tensor *tensor_of(rope_args *args, int i) { return i == 0 ? &args->x : i == 1 ? &args->y : &args->saved; }
 
 /* Heads that share frequencies are one more repeat dim, joined to the one before where that is possible. */
 static void heads_as_repeats(rope_args *args) {
@@ -67,8 +65,7 @@ static int64_t cut(rope_cuda_plan *plan, int64_t tokens, int64_t repeats, int la
     const int64_t pairs = layout == ROPE_INTERLEAVED ? per_vector / 2 : layout == ROPE_HALVES ? per_vector : 1;
     const int backward = args->saved.data != NULL;
     const int64_t rotated = args->pairs / pairs;
-    const int64_t copied =
-        copies ? (args->head_dim - 2 * args->pairs) / (layout == ROPE_SCALAR ? 1 : per_vector) : 0;
+    const int64_t copied = copies ? (args->head_dim - 2 * args->pairs) / (layout == ROPE_SCALAR ? 1 : per_vector) : 0;
     const int64_t slots = args->heads * (rotated + copied);
 
     /* as many lanes of a warp as leave no more than an eighth of them idle */
@@ -81,7 +78,8 @@ static int64_t cut(rope_cuda_plan *plan, int64_t tokens, int64_t repeats, int la
      * takes several, as a piece of work begins with reading frequencies and ends with a sum */
     const int64_t enough = backward ? 512 : 2048, rows = larger(tiles * pieces(tokens, token_lanes), 1);
     const int64_t wanted_units = larger(smaller(pieces(repeats, 4), enough / rows), 1);
-    const int64_t unit_repeats = larger(pieces(repeats, wanted_units), 1), repeat_units = pieces(repeats, unit_repeats);
+    const int64_t unit_repeats = larger(pieces(repeats, wanted_units), 1),
+                  repeat_units = pieces(repeats, unit_repeats);
     const int64_t unit_tokens = token_lanes * larger(smaller(rows / enough, turns), 1);
     const int64_t token_units = pieces(tokens, unit_tokens), work = tiles * token_units * repeat_units;
     if ((slots | tokens | repeats | work | args->pairs | args->block) >> 32) return -1;
@@ -166,8 +164,7 @@ const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call) {
         return rope_driver_error("%lld tokens of %lld heads, repeated %lld times, are too many for the CUDA kernels",
                                  (long long)tokens, (long long)args->heads, (long long)repeats);
     if (shared > ROPE_CUDA_SHARED)
-        return rope_driver_error("positions with %lld axes are too many for the CUDA kernels",
-                                 (long long)args->axes);
+        return rope_driver_error("positions with %lld axes are too many for the CUDA kernels", (long long)args->axes);
 
     const int64_t row = args->heads * args->pairs, axes = args->axes;
     const int64_t freq_parts = (int64_t)plan.token_units * plan.repeat_units;

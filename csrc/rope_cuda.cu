@@ -71,14 +71,15 @@ ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operan
 
 /* 1/pi, its bits behind the point, after six words of zeros: for exponents up to those of a product of doubles. */
 static __device__ const uint32_t rope_inverse_pi[] = {
-    0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x517cc1b7, 0x27220a94, 0xfe13abe8, 0xfa9a6ee0,
-    0x6db14acc, 0x9e21c820, 0xff28b1d5, 0xef5de2b0, 0xdb92371d, 0x2126e970, 0x03249775, 0x04e8c90e, 0x7f0ef58e, 0x5894d39f,
-    0x74411afa, 0x975da242, 0x74ce3813, 0x5a2fbf20, 0x9cc8eb1c, 0xc1a99cfa, 0x4e422fc5, 0xdefc941d, 0x8ffc4bff, 0xef02cc07,
-    0xf79788c5, 0xad05368f, 0xb69b3f67, 0x93e584db, 0xa7a31fb3, 0x4f2ff516, 0xba93dd63, 0xf5f2f8bd, 0x9e839cfb, 0xc5294975,
-    0x35fdafd8, 0x8fc6ae84, 0x2b019823, 0x7e3db5d5, 0xf867de10, 0x4d7a1b0e, 0xd4f1c8b0, 0xaf730d84, 0x32ccc2af, 0x8a503420,
-    0x46ffec40, 0x26b99398, 0x83030aab, 0x6539d464, 0xb0713de0, 0x4635a3e2, 0x0ce1b3e6, 0xee740495, 0x41ace23b, 0x45cb0e53,
-    0x6ed7a268, 0xab8c829f, 0x52ff8382, 0x9fbf19f4, 0x19616f27, 0xcc193edd, 0xe19e9377, 0xb58f2f7c, 0x4f9d0f9a, 0xe5793f8e,
-    0xc3f890c8, 0x3e3e1235, 0x7d376abb, 0x9698219d,
+    0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x00000000, 0x517cc1b7, 0x27220a94, 0xfe13abe8,
+    0xfa9a6ee0, 0x6db14acc, 0x9e21c820, 0xff28b1d5, 0xef5de2b0, 0xdb92371d, 0x2126e970, 0x03249775, 0x04e8c90e,
+    0x7f0ef58e, 0x5894d39f, 0x74411afa, 0x975da242, 0x74ce3813, 0x5a2fbf20, 0x9cc8eb1c, 0xc1a99cfa, 0x4e422fc5,
+    0xdefc941d, 0x8ffc4bff, 0xef02cc07, 0xf79788c5, 0xad05368f, 0xb69b3f67, 0x93e584db, 0xa7a31fb3, 0x4f2ff516,
+    0xba93dd63, 0xf5f2f8bd, 0x9e839cfb, 0xc5294975, 0x35fdafd8, 0x8fc6ae84, 0x2b019823, 0x7e3db5d5, 0xf867de10,
+    0x4d7a1b0e, 0xd4f1c8b0, 0xaf730d84, 0x32ccc2af, 0x8a503420, 0x46ffec40, 0x26b99398, 0x83030aab, 0x6539d464,
+    0xb0713de0, 0x4635a3e2, 0x0ce1b3e6, 0xee740495, 0x41ace23b, 0x45cb0e53, 0x6ed7a268, 0xab8c829f, 0x52ff8382,
+    0x9fbf19f4, 0x19616f27, 0xcc193edd, 0xe19e9377, 0xb58f2f7c, 0x4f9d0f9a, 0xe5793f8e, 0xc3f890c8, 0x3e3e1235,
+    0x7d376abb, 0x9698219d,
 };
 
 /* One element of a small operand; the functions for the hot loops are not these. */
@@ -127,9 +128,9 @@ ROPE_INLINE uint64_t rope_mantissa(uint64_t bits, int *exponent) {
     return (bits & 0xfffffffffffffu) | (uint64_t)(e != 0) << 52;
 }
 
-/* p * f / pi in units of 2^-63, modulo two half turns: exact but for the last unit, for all finite p and f. The product
- * of their mantissas is an integer below 2^106, so of 1/pi only the bits count that its multiples move to between 2^-171
- * and 2^0 half turns: those above make whole turns, and those below less than a unit. */
+/* p * f / pi in units of 2^-63, modulo two half turns: exact but for the last unit, for all finite p and f. The
+ * product of their mantissas is an integer below 2^106, so of 1/pi only the bits count that its multiples move to
+ * between 2^-171 and 2^0 half turns: those above make whole turns, and those below less than a unit. */
 static __device__ __noinline__ uint64_t rope_fixed_turns(double p, double f) {
     const uint64_t p_bits = bits_f64(p), f_bits = bits_f64(f);
     int exponent = 0;
@@ -144,7 +145,8 @@ static __device__ __noinline__ uint64_t rope_fixed_turns(double p, double f) {
         turns.word[k] = (uint32_t)(((uint64_t)words[-k] << 32 | words[1 - k]) >> (32 - shift));
     rope_multiply(&turns, p_mantissa);
     rope_multiply(&turns, f_mantissa);
-    const uint64_t fixed = (uint64_t)turns.word[3] >> 12 | (uint64_t)turns.word[4] << 20 | (uint64_t)turns.word[5] << 52;
+    const uint64_t fixed =
+        (uint64_t)turns.word[3] >> 12 | (uint64_t)turns.word[4] << 20 | (uint64_t)turns.word[5] << 52;
     return (p_bits ^ f_bits) >> 63 ? 0 - fixed : fixed;
 }
 
@@ -154,8 +156,7 @@ typedef struct {
     int finite;
 } rope_fixed;
 
-ROPE_INLINE rope_fixed rope_fixed_angle(const rope_args *args, uint32_t token, uint32_t head,
-                                                           uint32_t pair) {
+ROPE_INLINE rope_fixed rope_fixed_angle(const rope_args *args, uint32_t token, uint32_t head, uint32_t pair) {
     const rope_operand *positions = &args->positions, *freqs = &args->freqs;
     const int given = positions->data == 0;
     const int64_t position_at = given ? 0 : rope_operand_offset(args, positions, token);
@@ -300,7 +301,8 @@ ROPE_KERNEL(1) rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
             angle += p * f + low * f;
         }
         rope_write(plan.angles.data, plan.angles.dtype,
-                   rope_operand_offset(args, &plan.angles, (uint32_t)token) + head * plan.angles.head + pair * plan.angles.pair,
+                   rope_operand_offset(args, &plan.angles, (uint32_t)token) + head * plan.angles.head +
+                       pair * plan.angles.pair,
                    angle);
     }
 }

@@ -1,16 +1,16 @@
-/* What the CUDA kernels are launched with: made by rope_cuda.c, read by rope_cuda.cu. Sizes alone decide all of it, so
- * that sums have the same order, and results the same bits, on every device. */
+/* What the CUDA kernels are launched with: made by rope_cuda.c, read by rope_cuda.cu. Sizes alone decide all of it,
+ * so that sums have the same order, and results the same bits, on every device. */
 #ifndef ROPE_CUDA_H
 #define ROPE_CUDA_H
 
 #include "rope.h"
 
-#define ROPE_CUDA_THREADS 256       /* of a block, at most */
+#define ROPE_CUDA_THREADS 256 /* of a block, at most */
 #define ROPE_CUDA_WARP 32
 #define ROPE_CUDA_SHARED (48 * 1024) /* bytes that every device gives a block without asking */
 
-/* How a thread holds channels: ROPE_VECTOR bytes in one piece, or in two from the halves of a block; or, where strides
- * or sizes don't allow that, one pair of channels. */
+/* How a thread holds channels: ROPE_VECTOR bytes in one piece, or in two from the halves of a block; or, where
+ * strides or sizes don't allow that, one pair of channels. */
 #define ROPE_INTERLEAVED 0
 #define ROPE_HALVES 1
 #define ROPE_SCALAR 2

@@ -5,7 +5,9 @@
 
 enum {
     N(PER_VECTOR) = ROPE_VECTOR / sizeof(ELEMENT),
-    N(PAIRS) = LAYOUT == ROPE_INTERLEAVED ? N(PER_VECTOR) / 2 : LAYOUT == ROPE_HALVES ? N(PER_VECTOR) : 1,
+    N(PAIRS) = LAYOUT == ROPE_INTERLEAVED ? N(PER_VECTOR) / 2
+               : LAYOUT == ROPE_HALVES    ? N(PER_VECTOR)
+                                          : 1,
 };
 #define PAIRS N(PAIRS)
 
@@ -231,10 +233,9 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
 
         __syncthreads(); /* the work before may still be reading */
         N(stage)(plan, block, axes, tile * lanes, first_token, tokens);
-        if (backward && plan->freq_sums)
-            ROPE_ROLLED
-            for (uint32_t i = 0; i < axes * PAIRS; i++)
-                block.sums[i * threads + thread] = 0;
+        if (backward && plan->freq_sums) ROPE_ROLLED
+        for (uint32_t i = 0; i < axes * PAIRS; i++)
+            block.sums[i * threads + thread] = 0;
         __syncthreads();
 
         /* as many turns for every thread: sums over lanes need them all */

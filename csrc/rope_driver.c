@@ -72,8 +72,7 @@ static const char *load_driver(void) {
     if (!library) return rope_driver_error("no CUDA driver: %s", dlerror());
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         void *function = dlsym(library, functions[i].name);
-        if (!function)
-            return rope_driver_error("this CUDA driver is too old: it has no %s", functions[i].name);
+        if (!function) return rope_driver_error("this CUDA driver is too old: it has no %s", functions[i].name);
         /* ISO C has no conversion from void * to a function pointer; POSIX lets the bytes be copied */
         memcpy((char *)&driver + functions[i].offset, &function, sizeof function);
     }
@@ -116,8 +115,8 @@ static const char *load_image(rope_device *device, int index, int architecture) 
         if (!nvrtc)
             return "the CUDA kernels are here as source and NVRTC, which compiles them, was not found "
                    "(pip install nvidia-cuda-nvrtc, or build where nvcc is)";
-        const char *error = rope_nvrtc_compile(nvrtc, rope_cuda_file,
-                                               (size_t)(rope_cuda_file_end - rope_cuda_file), architecture, &code);
+        const char *error = rope_nvrtc_compile(nvrtc, rope_cuda_file, (size_t)(rope_cuda_file_end - rope_cuda_file),
+                                               architecture, &code);
         if (!error) error = load_functions(device, code);
         free(code);
         return error;

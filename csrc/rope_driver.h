@@ -1,5 +1,6 @@
 /* The part of the CUDA driver's interface that is used here, declared by hand and found in the driver's library at
- * first use: nothing of CUDA is needed to build this or to load it. Kinds, versions and numbers are those of cuda.h. */
+ * first use: nothing of CUDA is needed to build this or to load it. Kinds, versions and numbers are those of cuda.h.
+ */
 #ifndef ROPE_DRIVER_H
 #define ROPE_DRIVER_H
 
@@ -55,7 +56,8 @@ const char *rope_driver_failure(const rope_driver *driver, const char *function,
 /* Numbers of functions: rope_sum, rope_angles, then rope_rotate and rope_backward by layout and type. */
 enum { ROPE_FUNCTION_SUM, ROPE_FUNCTION_ANGLES, ROPE_FUNCTION_ROWS };
 
-/* From a source to the code of one architecture (major * 10 + minor), cached on disk. Free *code. NULL, or an error */
+/* From a source to the code of one architecture (major * 10 + minor), cached on disk. Free *code. NULL, or an error
+ */
 const char *rope_nvrtc_compile(const char *library, const char *source, size_t size, int architecture, void **code);
 
 #endif

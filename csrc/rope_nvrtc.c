@@ -49,6 +49,15 @@ static const char *load(const char *path, nvrtc_table *nvrtc) {
     return NULL;
 }
 
+/* NVRTC looks for its other library by name alone; one that is loaded is found. */
+static void load_builtins(const char *path, int major, int minor) {
+    char other[1024];
+    const char *const slash = strrchr(path, '/');
+    const int length = snprintf(other, sizeof other, "%.*slibnvrtc-builtins.so.%d.%d",
+                                slash ? (int)(slash - path) + 1 : 0, path, major, minor);
+    if (length > 0 && (size_t)length < sizeof other) dlopen(other, RTLD_NOW | RTLD_GLOBAL);
+}
+
 /* `source` is name, NUL, text, NUL and so on; the first is the program, the others are what it includes. */
 static const char *compile(const nvrtc_table *nvrtc, const char *source, size_t size, int architecture, void **code,
                            size_t *code_size) {
@@ -153,6 +162,7 @@ const char *rope_nvrtc_compile(const char *library, const char *source, size_t s
     if (nvrtc.nvrtcVersion(&major, &minor)) return "NVRTC doesn't know its version";
     const int cached = cache_path(path, sizeof path, hash(source, size), architecture, major, minor);
     if (cached && (*code = read_cached(path))) return NULL;
+    load_builtins(library, major, minor);
     error = compile(&nvrtc, source, size, architecture, code, &code_size);
     if (!error && cached) write_cached(path, *code, code_size);
     return error;

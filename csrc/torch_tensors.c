@@ -82,8 +82,8 @@ tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides,
     }
     torch_tensor handle;
     tensor t = {0};
-    if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype, c->device_type,
-                                       c->device_index, &handle)) {
+    if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype, c->device_type, c->device_index,
+                                       &handle)) {
         fail(c, "the result could not be allocated");
         return t;
     }

@@ -7,20 +7,21 @@ import torch
 
 from . import _C
 
-_C.use_nvrtc(find_nvrtc())
-
 try:
     __version__ = version("nd-rotary-encodings")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "unknown"
 
 
-def find_nvrtc() -> str | None:
+def _nvrtc() -> str | None:
     """The NVRTC that torch's CUDA wheels bring, of the CUDA version that torch was built with."""
     major = (torch.version.cuda or "").split(".")[0]
     packages = Path(torch.__file__).parents[1]
     libraries = sorted(packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}*")) if major else []
     return str(libraries[0]) if libraries else f"libnvrtc.so.{major}" if major else None
+
+
+_C.use_nvrtc(_nvrtc())
 
 
 def _cuda(built: str | None, registered: bool) -> str:

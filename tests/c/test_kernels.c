@@ -1,6 +1,6 @@
 /* The kernels alone, without torch or Python: against plain loops in long double, and every instruction set and
- * order of work against the first, to the bit. `make native`, `sanitize` and `arm` build and run this for the CPU, `cuda`
- * and `cuda-sanitize` for CUDA (with ROPE_TEST_CUDA), where tests/cuda_emulation takes the place of a device.
+ * order of work against the first, to the bit. `make native`, `sanitize` and `arm` build and run this for the CPU,
+ * `cuda` and `cuda-sanitize` for CUDA (with ROPE_TEST_CUDA), where tests/cuda_emulation takes the place of a device.
  *
  * The last lines printed hold a checksum of all results, equal on every machine: x86 and NEON too. */
 #include "rope_scalar.h"

@@ -29,18 +29,18 @@ static struct {
     const char *name;
     long value, reset;
 } settings[] = {
-    {"seed", 0, 0},             /* of the order in which blocks and threads run; 0: as numbered */
-    {"max_grid", 0, 0},         /* blocks of a grid that the device says it takes; 0: 2^31 - 1 */
-    {"devices", 2, 2},          /* how many there are */
-    {"fail_init", 0, 0},        /* the error of cuInit ... */
-    {"fail_load", 0, 0},        /* ... of cuModuleLoadData */
-    {"fail_launch", 0, 0},      /* ... of cuLaunchKernel */
-    {"capability", 90, 90},     /* major * 10 + minor */
-    {"launches", 0, 0},         /* counts */
-    {"blocks", 0, 0},           /* of the last launch */
-    {"depth", 0, 0},            /* contexts that were made current and not put back */
-    {"device", -1, -1},         /* whose context was current at the last launch */
-    {"unrelaxed_loads", 0, 0},  /* modules loaded in a thread whose stream captures forbid it */
+    {"seed", 0, 0},            /* of the order in which blocks and threads run; 0: as numbered */
+    {"max_grid", 0, 0},        /* blocks of a grid that the device says it takes; 0: 2^31 - 1 */
+    {"devices", 2, 2},         /* how many there are */
+    {"fail_init", 0, 0},       /* the error of cuInit ... */
+    {"fail_load", 0, 0},       /* ... of cuModuleLoadData */
+    {"fail_launch", 0, 0},     /* ... of cuLaunchKernel */
+    {"capability", 90, 90},    /* major * 10 + minor */
+    {"launches", 0, 0},        /* counts */
+    {"blocks", 0, 0},          /* of the last launch */
+    {"depth", 0, 0},           /* contexts that were made current and not put back */
+    {"device", -1, -1},        /* whose context was current at the last launch */
+    {"unrelaxed_loads", 0, 0}, /* modules loaded in a thread whose stream captures forbid it */
     {NULL, 0, 0},
 };
 
@@ -92,7 +92,8 @@ static char *stacks;
 static run_kernel *kernel_now;
 static const void *parameters_now;
 
-/* swapcontext alone would do, which AddressSanitizer follows; but it asks the kernel for the signal mask each time. */
+/* swapcontext alone would do, which AddressSanitizer follows; but it asks the kernel for the signal mask each time.
+ */
 static void switch_to(coroutine *from, coroutine *to) {
 #if defined(__SANITIZE_ADDRESS__)
     swapcontext(&from->context, &to->context);
@@ -209,7 +210,8 @@ static int run_block(size_t memory) {
         }
         if (!moved) {
             unsigned other = 0;
-            while (other + 1 < count && threads[other].state == threads[0].state && threads[other].line == threads[0].line)
+            while (other + 1 < count && threads[other].state == threads[0].state &&
+                   threads[other].line == threads[0].line)
                 other++;
             static const char *const names[] = {"runs", "is at a barrier", "is at a shuffle", "has ended"};
             result = FAIL(LAUNCH_FAILED, "divergent threads: thread 0 %s (line %d), thread %u %s (line %d)",
@@ -228,11 +230,11 @@ static int run_block(size_t memory) {
         _Static_assert(sizeof(type) <= PARAMETERS, "kernel parameters");                                             \
         kernel(*(const type *)parameters);                                                                           \
     }
-#define ROWS(X)                                                                                                      \
-    ROWS_OF(X, f32) ROWS_OF(X, f64) ROWS_OF(X, f16) ROWS_OF(X, bf16)
+#define ROWS(X) ROWS_OF(X, f32) ROWS_OF(X, f64) ROWS_OF(X, f16) ROWS_OF(X, bf16)
 #define ROWS_OF(X, type)                                                                                             \
-    X(rope_rotate_##type##_interleaved) X(rope_rotate_##type##_halves) X(rope_rotate_##type##_scalar)                \
-    X(rope_backward_##type##_interleaved) X(rope_backward_##type##_halves) X(rope_backward_##type##_scalar)
+    X(rope_rotate_##type##_interleaved)                                                                              \
+    X(rope_rotate_##type##_halves) X(rope_rotate_##type##_scalar) X(rope_backward_##type##_interleaved)              \
+        X(rope_backward_##type##_halves) X(rope_backward_##type##_scalar)
 
 RUNS(rope_sum, rope_cuda_sum)
 RUNS(rope_angles, rope_cuda_angles_plan)
@@ -246,11 +248,10 @@ typedef struct {
     size_t size;
 } kernel;
 
-static const kernel kernels[] = {
-    {"rope_sum", run_rope_sum, sizeof(rope_cuda_sum)},
-    {"rope_angles", run_rope_angles, sizeof(rope_cuda_angles_plan)},
+static const kernel kernels[] = {{"rope_sum", run_rope_sum, sizeof(rope_cuda_sum)},
+                                 {"rope_angles", run_rope_angles, sizeof(rope_cuda_angles_plan)},
 #define X(kernel) {#kernel, run_##kernel, sizeof(rope_cuda_plan)},
-    ROWS(X)
+                                 ROWS(X)
 #undef X
 };
 
