@@ -37,6 +37,10 @@ cuda: $(VENV)/python
 		'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-cccl>=13,<14'
 	ND_ROTARY_CUDA=1 $(BIN)/python setup.py -q build_cuda
 
+# On a machine with a GPU and torch for it, in eight minutes; with PYTHON as it is, as there may be no network
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py
+
 # The same suite on a build that stops at the first invalid access or undefined operation
 sanitize: $(VENV)/test
 	$(MAKE) -C tests/c sanitize cuda-sanitize

@@ -1,6 +1,7 @@
 """The CUDA kernels and their host code without a device: tests/cuda_emulation stands in for the driver, and
 tensors on the CPU take CUDA's way. The other test files run on it, too: ``make test-cuda``."""
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -10,8 +11,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import cuda_checks
 import pytest
 import torch
+from cuda_checks import assert_close, narrow, operands, rotation_and_gradients
 from hypothesis import given
 from strategies import (
     EMBEDDING_DTYPES,
@@ -30,9 +33,6 @@ from nd_rotary_encodings import (
     apply_rope,
     apply_rope_,
     build_info,
-    calculate_rope,
-    rotate_embeddings,
-    rotate_embeddings_backward,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -103,25 +103,20 @@ def emulation(emulation_library):
     emulation_library.off()
 
 
-def rotation_and_gradients(x, positions, freqs, settings):
-    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in (x, positions, freqs)]
-    y = apply_rope(*inputs, **settings)
-    grad = random_embeddings(y.shape, y.dtype, seed=9)
-    leaves = [t for t in inputs if t.requires_grad]
-    return y.detach(), *torch.autograd.grad(y, leaves, grad)
-
-
-def assert_close(result, wanted, narrowest):
-    """To some units of the arithmetic or of the rounding, on the scale of the largest."""
-    scale = wanted.double().abs().max() if wanted.numel() else 0
-    eps = max(torch.finfo(wanted.dtype).eps, torch.finfo(narrowest).eps)
-    assert result.dtype == wanted.dtype and result.shape == wanted.shape
-    assert torch.allclose(
-        result.double(), wanted.double(), rtol=0, atol=float(16 * eps * scale), equal_nan=True
-    )
-
-
 # ---- the same results as on the CPU
+
+
+@pytest.mark.parametrize("check", cuda_checks.EVERYWHERE, ids=lambda check: check.__name__)
+def test_checks_that_devices_must_pass(emulation, check):
+    @contextlib.contextmanager
+    def on_host():
+        _C.emulate_cuda(None)
+        yield
+        emulation.on()
+
+    emulation.on()
+    check(cuda_checks.Device("cpu", on_host))
+    assert emulation.get("launches") > 0
 
 
 @given(calls())
@@ -136,81 +131,26 @@ def test_rotation_is_exact(emulation, call):
 
 @given(calls(extents=(0.0, 40.0), special=False))
 def test_rotation_and_gradients_are_those_of_the_cpu(emulation, call):
-    arguments = call.x, call.positions, call.freqs, call.settings
-    wanted = rotation_and_gradients(*arguments)
+    run = rotation_and_gradients(call.settings)
+    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in (call.x, call.positions, call.freqs)]
+    wanted = run(*inputs)
     emulation.on()
-    results = rotation_and_gradients(*arguments)
+    results = run(*inputs)
     emulation.off()
     assert same_bits(results[0], wanted[0])  # the text of the angles is the same
-    arithmetic = torch.float64 if call.x.dtype == torch.float64 else torch.float32
     for result, gradient in zip(results[1:], wanted[1:], strict=True):
-        assert_close(result, gradient, arithmetic)
-
-
-PROBLEMS = {
-    "many tokens": ((2, 700, 2, 32), (700, 2), (2, 2, 16), {}),
-    "half split": ((2, 300, 2, 64), (300, 2), (2, 1, 32), {"layout": "half"}),
-    "one position": ((900, 1, 2, 16), (1, 2), (2, 2, 8), {}),
-    "no token dim": ((900, 3, 16), (3,), (3, 1, 8), {"layout": "half"}),
-    "tails": ((3, 90, 3, 19), (90, 1), (1, 3, 7), {"layout": 14, "rotary_offset": 3}),
-    "prefix": ((3, 43, 3, 32), (40, 2), (2, 3, 8), {"num_prefix_tokens": 3}),
-    "heads first": ((2, 4, 100, 32), (100, 2), (2, 1, 16), {"head_dim_first": True}),
-    "20 axes": ((2, 30, 2, 16), (30, 20), (20, 2, 8), {"layout": "half"}),
-}
-
-
-def operands(problem, dtype):
-    shape, position_shape, (axes, heads, pairs), settings = PROBLEMS[problem]
-    narrow = torch.float64 if dtype == torch.float64 else torch.float32
-    return (
-        random_embeddings(shape, dtype, seed=0),
-        random_positions(position_shape, narrow, 300.0, seed=1),
-        random_freqs(axes, heads, pairs, narrow, seed=2),
-        settings,
-    )
+        assert_close(result, gradient, narrow(call.x.dtype))
 
 
 @pytest.mark.parametrize("dtype", EMBEDDING_DTYPES, ids=name)
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", cuda_checks.PROBLEMS)
 def test_order_of_blocks_and_threads_and_size_of_the_grid_change_no_bit(emulation, problem, dtype):
-    arguments = operands(problem, dtype)
-    wanted = emulation.run(rotation_and_gradients, *arguments)
-    for settings in ({"seed": 1}, {"seed": 2, "max_grid": 3}, {"max_grid": 1}):
-        results = emulation.run(rotation_and_gradients, *arguments, **settings)
+    inputs, settings = operands(problem, dtype)
+    run = rotation_and_gradients(settings)
+    wanted = emulation.run(run, *inputs)
+    for order in ({"seed": 1}, {"seed": 2, "max_grid": 3}, {"max_grid": 1}):
+        results = emulation.run(run, *inputs, **order)
         assert all(same_bits(a, b) for a, b in zip(results, wanted, strict=True))
-
-
-@pytest.mark.parametrize("dtype", EMBEDDING_DTYPES, ids=name)
-def test_gradients_agree_with_the_cpu_where_they_are_sums_of_many_parts(emulation, dtype):
-    for problem in PROBLEMS:
-        wanted = rotation_and_gradients(*operands(problem, dtype))
-        results = emulation.run(rotation_and_gradients, *operands(problem, dtype))
-        for result, gradient in zip(results, wanted, strict=True):
-            assert_close(result, gradient, torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-@pytest.mark.parametrize("dtype", EMBEDDING_DTYPES, ids=name)
-@pytest.mark.parametrize("shape", [(1, 70, 2, 17), (60, 1, 1, 17), (60, 70, 1, 17), (1, 1, 2, 17)], ids=str)
-def test_rotation_by_angles_and_its_gradients_are_those_of_the_cpu(emulation, dtype, shape):
-    x, grad = (random_embeddings((60, 70, 2, 34), dtype, seed) for seed in (1, 2))
-    angles = random_positions(shape, torch.float64 if dtype == torch.float64 else torch.float32, 50.0, seed=3)
-
-    def run():
-        gradients = rotate_embeddings_backward(grad, x, angles, needs_autograd=False)
-        return rotate_embeddings(x, angles, needs_autograd=True), *gradients
-
-    wanted, results = run(), emulation.run(run)
-    assert same_bits(results[0], wanted[0]) and same_bits(results[1], wanted[1])
-    assert_close(results[2], wanted[2], torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-def test_angles_have_the_bits_of_the_cpu(emulation):
-    positions, freqs = (
-        random_positions((90, 50, 2), torch.int64, 1e4, 1),
-        random_freqs(2, 4, 16, torch.float32, 2),
-    )
-    wanted = calculate_rope(positions, freqs[:, None])
-    assert same_bits(emulation.run(calculate_rope, positions, freqs[:, None]), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float32], ids=name)
@@ -384,11 +324,12 @@ def mutant(tmp_path, old: str, new: str, file: str) -> Emulation:
     ids=["sums of a block", "next work", "final sums"],
 )
 def test_a_missing_barrier_shows(emulation, tmp_path, file, old, new):
-    arguments = operands("many tokens", torch.float32)
-    wanted = emulation.run(rotation_and_gradients, *arguments)
+    inputs, settings = operands("many tokens", torch.float32)
+    run = rotation_and_gradients(settings)
+    wanted = emulation.run(run, *inputs)
     broken = mutant(tmp_path, old, new, file)
     try:
-        results = broken.run(rotation_and_gradients, *arguments, seed=3, max_grid=2)
+        results = broken.run(run, *inputs, seed=3, max_grid=2)
     finally:
         broken.off()
     assert not all(same_bits(a, b) for a, b in zip(results, wanted, strict=True))
