@@ -4,8 +4,8 @@
 
 Needs torch with CUDA, a C compiler and nvcc; no network, nothing else installed. Every stage is a process of
 its own with a limit of time, and the next begins whatever became of it; the exit status says whether all were
-well. Rows go to ``benchmarks/results/<gpu>.csv``. With ``--emulated`` (the library that ``make -C tests/c cuda``
-makes) it exercises itself on the CPU: times then mean nothing and go nowhere.
+well. Rows go to ``benchmarks/results/<gpu>.csv``. With ``--emulated`` (the library that ``make -C tests/c
+cuda`` makes) it exercises itself on the CPU: times then mean nothing and go nowhere.
 """
 
 import argparse

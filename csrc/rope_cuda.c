@@ -76,7 +76,7 @@ static int64_t cut(rope_cuda_plan *plan, int64_t tokens, int64_t repeats, int la
 
     /* enough work for all multiprocessors: repeats are cut where tokens are few, and where there are many each thread
      * takes several, as a piece of work begins with reading frequencies and ends with a sum */
-    const int64_t enough = backward ? 512 : 2048, rows = larger(tiles * pieces(tokens, token_lanes), 1);
+    const int64_t enough = backward ? 512 : 1024, rows = larger(tiles * pieces(tokens, token_lanes), 1);
     const int64_t wanted_units = larger(smaller(pieces(repeats, 4), enough / rows), 1);
     const int64_t unit_repeats = larger(pieces(repeats, wanted_units), 1),
                   repeat_units = pieces(repeats, unit_repeats);
@@ -148,7 +148,7 @@ const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call) {
 
     /* a block's memory grows with the axes: then less work at a time, smaller blocks, and last no vectors */
     int layout = layout_of(args, copies);
-    int64_t threads = ROPE_CUDA_THREADS, turns = backward ? 16 : 4, shared;
+    int64_t threads = ROPE_CUDA_THREADS, turns = 16, shared;
     while ((shared = cut(&plan, tokens, repeats, layout, copies, threads, turns)) > ROPE_CUDA_SHARED / 2) {
         if (turns > 1)
             turns /= 2;

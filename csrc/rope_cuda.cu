@@ -308,7 +308,7 @@ ROPE_KERNEL(1) rope_angles(const __grid_constant__ rope_cuda_angles_plan plan) {
 }
 
 /* Blocks that fit a multiprocessor together, which bounds the registers of a thread; see docs/cuda.md */
-#define ROTATE_BLOCKS (PAIRS == 8 ? 2 : 3)
+#define ROTATE_BLOCKS (LAYOUT == ROPE_HALVES ? 2 : 3)
 #define BACKWARD_BLOCKS 2
 #define LAYOUT ROPE_INTERLEAVED
 #define LAYOUT_NAME interleaved

@@ -132,8 +132,9 @@ static const char *load_image(rope_device *device, int index, int architecture) 
     char reason[512];
     if (!error) return NULL;
     snprintf(reason, sizeof reason, "%s", error);
-    return rope_driver_error("cuda:%d (sm_%d) can't run the kernels of this build (%s): %s", index, architecture,
-                             rope_cuda_built() ? rope_cuda_built() : "none", reason);
+    return rope_driver_error("cuda:%d (sm_%d) can't run the kernels of this build (%s): %s. With ND_ROTARY_CUDA=0 in "
+                             "the environment plain PyTorch runs instead",
+                             index, architecture, rope_cuda_built() ? rope_cuda_built() : "none", reason);
 }
 
 static const char *load_device(rope_device *device, int index) {

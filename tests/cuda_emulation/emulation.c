@@ -230,11 +230,9 @@ static int run_block(size_t memory) {
         _Static_assert(sizeof(type) <= PARAMETERS, "kernel parameters");                                             \
         kernel(*(const type *)parameters);                                                                           \
     }
-#define ROWS(X) ROWS_OF(X, f32) ROWS_OF(X, f64) ROWS_OF(X, f16) ROWS_OF(X, bf16)
-#define ROWS_OF(X, type)                                                                                             \
-    X(rope_rotate_##type##_interleaved)                                                                              \
-    X(rope_rotate_##type##_halves) X(rope_rotate_##type##_scalar) X(rope_backward_##type##_interleaved)              \
-        X(rope_backward_##type##_halves) X(rope_backward_##type##_scalar)
+#define ROWS_OF(X, op, type) X(op##_##type##_interleaved) X(op##_##type##_halves) X(op##_##type##_scalar)
+#define ROWS_OF_OP(X, op) ROWS_OF(X, op, f32) ROWS_OF(X, op, f64) ROWS_OF(X, op, f16) ROWS_OF(X, op, bf16)
+#define ROWS(X) ROWS_OF_OP(X, rope_rotate) ROWS_OF_OP(X, rope_backward)
 
 RUNS(rope_sum, rope_cuda_sum)
 RUNS(rope_angles, rope_cuda_angles_plan)
