@@ -56,8 +56,8 @@ static int layout_of(const rope_args *args, int copies) {
     return args->block == 2 ? ROPE_INTERLEAVED : ROPE_HALVES;
 }
 
-/* Slots, lanes and pieces of work for one layout. Returns the bytes of a block's memory, or -1 where some count takes
- * more than 32 bits. */
+/* Slots, lanes and pieces of work for one layout. Returns the bytes of a block's memory, or -1 where counts take more
+ * than 32 bits (31 for pieces of work: blocks add the grid, as large again, to their number). */
 static int64_t cut(rope_cuda_plan *plan, int64_t tokens, int64_t repeats, int layout, int copies, int64_t threads,
                    int64_t turns) {
     const rope_args *args = &plan->args;
@@ -82,7 +82,7 @@ static int64_t cut(rope_cuda_plan *plan, int64_t tokens, int64_t repeats, int la
                   repeat_units = pieces(repeats, unit_repeats);
     const int64_t unit_tokens = token_lanes * larger(smaller(rows / enough, turns), 1);
     const int64_t token_units = pieces(tokens, unit_tokens), work = tiles * token_units * repeat_units;
-    if ((slots | tokens | repeats | work | args->pairs | args->block) >> 32) return -1;
+    if ((slots | tokens | repeats | args->pairs | args->block) >> 32 || work >> 31) return -1;
 
     plan->tokens = (uint32_t)tokens, plan->repeats = (uint32_t)repeats;
     plan->slots = (uint32_t)slots, plan->head_slots = (uint32_t)(rotated + copied);

@@ -82,7 +82,8 @@ static __device__ const uint32_t rope_inverse_pi[] = {
     0x7d376abb, 0x9698219d,
 };
 
-/* One element of a small operand; the functions for the hot loops are not these. */
+/* One element of a small operand. Calls, as each is a choice among all dtypes that need not stand in every kernel
+ * several times. */
 typedef struct {
     double high, low;
 } rope_number;

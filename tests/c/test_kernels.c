@@ -143,25 +143,26 @@ static rope_cuda_call cuda_call(rope_parallel_for *order) {
     emulation_set("max_grid", order == forwards ? 0 : 1 + pick(5));
     emulation_set("fail_launch", order == refuses);
     rope_cuda_use_driver(EMULATION); /* asks the device anew */
-    return (rope_cuda_call){.device = 0, .allocate = allocate_on_device};
+    return (rope_cuda_call){.device = (int)pick(2), .allocate = allocate_on_device};
 }
 
-static const char *release_all(const char *error) {
+static const char *release_all(const char *error, const rope_cuda_call *call) {
     while (allocation_count)
         free(allocations[--allocation_count]);
     CHECK(emulation_get("depth") == 0, "%ld contexts", emulation_get("depth"));
+    CHECK(error || emulation_get("device") == call->device, "device %ld", emulation_get("device"));
     return error;
 }
 
 static const char *run(const rope_args *args, rope_parallel_for *order) {
     const rope_cuda_call call = cuda_call(order);
-    return release_all(rope_cuda_run(args, &call));
+    return release_all(rope_cuda_run(args, &call), &call);
 }
 
 static const char *run_angles(const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles,
                               rope_parallel_for *order) {
     const rope_cuda_call call = cuda_call(order);
-    return release_all(rope_cuda_angles(args, groups, group_stride, angles, &call));
+    return release_all(rope_cuda_angles(args, groups, group_stride, angles, &call), &call);
 }
 
 static const char *next_isa(int *index) { return (*index)++ == 0 ? "cuda" : NULL; }
