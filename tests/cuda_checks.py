@@ -60,10 +60,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
 
-def assert_close(result: Tensor, wanted: Tensor, arithmetic: torch.dtype) -> None:
-    """To some units of the arithmetic or of the rounding, on the scale of the largest."""
+def assert_close(result: Tensor, wanted: Tensor, arithmetic: torch.dtype, scale: float = 0.0) -> None:
+    """To some units of the arithmetic or of the rounding, on the scale of the largest or of ``scale``."""
     assert result.dtype == wanted.dtype and result.shape == wanted.shape
-    scale = float(wanted.double().abs().max()) if wanted.numel() else 0.0
+    if wanted.numel():
+        scale = max(scale, float(wanted.double().abs().max()))
     eps = max(torch.finfo(wanted.dtype).eps, torch.finfo(arithmetic).eps)
     assert torch.allclose(result.double(), wanted.double(), rtol=0, atol=16 * eps * scale, equal_nan=True)
 

@@ -137,9 +137,18 @@ def test_rotation_and_gradients_are_those_of_the_cpu(emulation, call):
     emulation.on()
     results = run(*inputs)
     emulation.off()
-    assert same_bits(results[0], wanted[0])  # the text of the angles is the same
-    for result, gradient in zip(results[1:], wanted[1:], strict=True):
-        assert_close(result, gradient, narrow(call.x.dtype))
+    # the text of the fast path is the same; beyond float32 the CPU takes float64, and CUDA integers
+    held = call.x.dtype == torch.float64 or (
+        call.freqs.dtype != torch.float64
+        and torch.equal(call.positions.float().double(), call.positions.double())
+    )
+    assert not held or same_bits(results[0], wanted[0])
+    # the rounding of the result is all that the backward sees of it; sums may cancel
+    arithmetic = narrow(call.x.dtype) if held else call.x.dtype
+    norms = float(wanted[0].double().square().sum())
+    factors = [t.double().abs().max() for t in (call.positions, call.freqs) if t.numel()]
+    for result, expected in zip(results, wanted, strict=True):
+        assert_close(result, expected, arithmetic, norms * float(max(factors, default=0)))
 
 
 @pytest.mark.parametrize("dtype", EMBEDDING_DTYPES, ids=name)
