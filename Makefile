@@ -34,9 +34,9 @@ test-cuda: $(VENV)/test
 CUDA_PACKAGES := nvcc crt runtime cccl
 cuda: $(VENV)/python
 	command -v nvcc || command -v $(CUDA_HOME)/bin/nvcc || command -v /usr/local/cuda/bin/nvcc || \
-		$(BIN)/pip install -q 'nvidia-nvvm>=13,<14' $(CUDA_PACKAGES:%='nvidia-cuda-%>=13,<14') || \
+		$(BIN)/pip install -q 'nvidia-nvvm>=13,<13.1' $(CUDA_PACKAGES:%='nvidia-cuda-%>=13,<13.1') || \
 		{ echo "no nvcc here and none to install: the CUDA kernels are not compiled"; exit 0; }; \
-	ND_ROTARY_CUDA=1 ND_ROTARY_WERROR=1 $(BIN)/python setup.py -q build_cuda
+	ND_ROTARY_CUDA=1 $(BIN)/python setup.py -q build_cuda
 
 # On a machine with a GPU and torch for it, in eight minutes; with PYTHON as it is, as there may be no network
 gpu-check:

@@ -293,6 +293,18 @@ def test_build_info_says_what_runs_on_cuda():
         assert built is None or text.startswith("kernels")
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_script_for_machines_with_a_gpu_runs_its_checks_and_tells_failures(emulation, works):
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_check.py", "--stage", "small", "--emulated"]
+    library = emulation.path if works else "libnot-there.so"
+    result = subprocess.run([*command, library], capture_output=True, text=True, timeout=120)
+    assert re.findall(r"^(\w+) (\w+)", result.stdout, re.MULTILINE) == [
+        ("passed" if works else "FAILED", check) for check in ("given_angles", "memory_layouts", "modules")
+    ]
+    assert (result.returncode == 0) == works
+    assert works or result.stderr.count("no CUDA driver: libnot-there.so") == 3
+
+
 # ---- the emulation finds what is wrong
 
 
