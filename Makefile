@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-C_FILES := $(wildcard csrc/*.c csrc/*.h tests/c/*.c)
+C_FILES := $(wildcard csrc/*.c csrc/*.h csrc/*.cu tests/c/*.c tests/cuda_emulation/*)
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*)
 JOBS ?= 2
 SECONDS ?= 600
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=build/sanitize \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 
-.PHONY: demo test test-arm sanitize fuzz lint format bench docs wheel clean
+.PHONY: demo test test-arm test-cuda cuda gpu-check sanitize fuzz lint format bench docs wheel clean
 
 # Writes demo.png
 demo: $(VENV)/demo
@@ -18,7 +18,7 @@ demo: $(VENV)/demo
 
 test: $(VENV)/test
 	$(BIN)/python -m pytest -n $(JOBS) -q
-	$(MAKE) -C tests/c native
+	$(MAKE) -C tests/c cuda native
 
 # The kernels' own tests, as AArch64 code under emulation
 test-arm:
@@ -26,12 +26,34 @@ test-arm:
 		{ apt-get update -q && apt-get install -y -q gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; }
 	$(MAKE) -C tests/c arm
 
+# The CUDA kernels on an emulated device: their own tests, then the Python tests with CPU tensors sent there
+EMULATION := $(CURDIR)/build/tests_c/cuda/libemulation.so
+test-cuda: $(VENV)/test
+	$(MAKE) -C tests/c cuda
+	ND_ROTARY_EMULATION=$(EMULATION) $(BIN)/python -m pytest -n $(JOBS) -q $(addprefix tests/test_,\
+		rotate.py precision.py functional.py autograd.py operators.py encoding.py errors.py same_bits.py)
+
+# All architectures, warnings and spilled registers as errors. The compiler comes from PyPI where there is none
+CUDA_PACKAGES := nvcc crt runtime cccl
+cuda: $(VENV)/python
+	command -v nvcc || command -v $(CUDA_HOME)/bin/nvcc || command -v /usr/local/cuda/bin/nvcc || \
+		$(BIN)/pip install -q 'nvidia-nvvm>=13,<13.1' $(CUDA_PACKAGES:%='nvidia-cuda-%>=13,<13.1') || \
+		{ echo "no nvcc here and none to install: the CUDA kernels are not compiled"; exit 0; }; \
+	ND_ROTARY_CUDA=1 $(BIN)/python setup.py -q build_cuda
+
+# On a machine with a GPU and torch for it, in eight minutes; with PYTHON as it is, as there may be no network
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py
+
 # The same suite on a build that stops at the first invalid access or undefined operation
 sanitize: build/sanitize
-	$(MAKE) -C tests/c sanitize
+	$(MAKE) -C tests/c sanitize cuda-sanitize
 	$(SANITIZED) $(BIN)/pytest -q -p no:randomly \
 		tests/test_rotate.py tests/test_precision.py tests/test_same_bits.py tests/test_functional.py tests/test_errors.py \
 		tests/test_fuzz.py
+	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
+		ND_ROTARY_EMULATION=$(CURDIR)/build/tests_c/cuda-sanitize/libemulation.so \
+		$(BIN)/pytest -q -p no:randomly tests/test_rotate.py tests/test_functional.py
 
 # Arbitrary calls on that build, for so many seconds
 fuzz: build/sanitize

@@ -3,8 +3,8 @@
 #include <Python.h>
 
 #include "rope.h"
+#include "torch_backend.h"
 #include "torch_ops.h"
-#include "torch_tensors.h"
 
 #if defined(__clang__)
 #define COMPILER "Clang " __clang_version__
@@ -22,8 +22,10 @@ static PyObject *build_info(PyObject *module, PyObject *unused) {
         Py_XDECREF(entry);
     }
     if (!built) return NULL;
-    return Py_BuildValue("{s:s,s:N,s:s,s:K}", "compiler", COMPILER, "instruction_sets", built, "instruction_set",
-                         rope_cpu_active_isa(), "torch_abi", (unsigned long long)torch.aoti_torch_abi_version());
+    return Py_BuildValue("{s:s,s:N,s:s,s:z,s:O,s:K}", "compiler", COMPILER, "instruction_sets", built,
+                         "instruction_set", rope_cpu_active_isa(), "cuda_built", rope_cuda_built(), "cuda_registered",
+                         cuda_is_wanted() ? Py_True : Py_False, "torch_abi",
+                         (unsigned long long)torch.aoti_torch_abi_version());
 }
 
 static PyObject *force_instruction_set(PyObject *module, PyObject *argument) {
@@ -35,14 +37,41 @@ static PyObject *force_instruction_set(PyObject *module, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
+static PyObject *prepare_cuda(PyObject *module, PyObject *argument) {
+    (void)module;
+    const long device = PyLong_AsLong(argument);
+    if (device == -1 && PyErr_Occurred()) return NULL;
+    return Py_BuildValue("z", rope_cuda_prepare((int)device));
+}
+
+static PyObject *with_path(PyObject *argument, void (*use)(const char *path)) {
+    const char *path = NULL;
+    if (argument != Py_None && !(path = PyUnicode_AsUTF8AndSize(argument, NULL))) return NULL;
+    use(path);
+    Py_RETURN_NONE;
+}
+
+static PyObject *use_nvrtc(PyObject *module, PyObject *path) {
+    (void)module;
+    return with_path(path, rope_cuda_use_nvrtc);
+}
+
+static PyObject *use_emulated_cuda(PyObject *module, PyObject *path) {
+    (void)module;
+    return with_path(path, emulate_cuda);
+}
+
 static PyObject *live_handles(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
     return PyLong_FromLongLong(torch_live_handles());
 }
 
 static PyMethodDef methods[] = {
-    {"build_info", build_info, METH_NOARGS, "Compiler, instruction sets as (name, usable here), and torch's ABI."},
+    {"build_info", build_info, METH_NOARGS, "Compiler, instruction sets as (name, usable here), CUDA, torch's ABI."},
     {"force_instruction_set", force_instruction_set, METH_O, "Use this instruction set from now on; None: the best."},
+    {"prepare_cuda", prepare_cuda, METH_O, "Load the kernels of this CUDA device: None, or why there are none."},
+    {"use_nvrtc", use_nvrtc, METH_O, "Where NVRTC's library is, for a build that has the kernels as source."},
+    {"emulate_cuda", use_emulated_cuda, METH_O, "CPU tensors take CUDA's way, with this driver; None: no more."},
     {"live_handles", live_handles, METH_NOARGS, "Tensor handles that the kernels hold now; 0 between calls."},
     {NULL, NULL, 0, NULL},
 };

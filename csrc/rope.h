@@ -18,8 +18,19 @@
 #ifndef ROPE_H
 #define ROPE_H
 
+#if defined(__CUDACC_RTC__) /* has no headers */
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stddef.h>
 #include <stdint.h>
+#endif
 
 #define ROPE_MAX_DIMS 16
 
@@ -78,6 +89,8 @@ typedef struct {
     rope_operand grad_freqs;
 } rope_args;
 
+#if !defined(__CUDACC__) /* device code needs no more */
+
 typedef void rope_task(int64_t begin, int64_t end, void *context);
 
 /* Runs task over [0, count) in pieces of at least `grain`, possibly in parallel; returns 0 on success. */
@@ -91,9 +104,35 @@ const char *rope_cpu_run(const rope_args *args, rope_parallel_for *parallel_for)
 const char *rope_cpu_angles(const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles,
                             rope_parallel_for *parallel_for);
 
+/* What a call on a CUDA device needs of whoever holds the tensors. */
+typedef struct {
+    int device;
+    void *stream;
+    /* Memory of the device, for as long as the call's work is under way on its stream; NULL where there is none */
+    void *(*allocate)(size_t bytes, void *context);
+    void *context;
+} rope_cuda_call;
+
+/* As rope_cpu_run and rope_cpu_angles, on the device, not waited for. An error is told until the thread's next. */
+const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call);
+const char *rope_cuda_angles(const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles,
+                             const rope_cuda_call *call);
+const char *rope_cuda_zero(void *data, size_t bytes, const rope_cuda_call *call);
+
+/* What this binary has for CUDA: "sm_80 ... compute_80", "source, compiled at first use" or NULL. */
+const char *rope_cuda_built(void);
+/* Makes the kernels of a device ready; NULL, or why there are none. */
+const char *rope_cuda_prepare(int device);
+/* Where NVRTC is, for a binary that holds source. */
+void rope_cuda_use_nvrtc(const char *path);
+/* For tests: this library in place of the driver, with all devices unprepared; NULL: the driver again. */
+void rope_cuda_use_driver(const char *path);
+
 /* Instruction sets in this binary, best first; NULL past the end. */
 const char *rope_cpu_isa(int index, int *usable);
 const char *rope_cpu_active_isa(void);
 int rope_cpu_force_isa(const char *name); /* NULL: choose again. Returns 0, or -1 where it can't be used */
+
+#endif /* not CUDA */
 
 #endif

@@ -121,8 +121,8 @@ static void read_freqs(rope_plan *plan) {
                 bound = fabs(f) <= bound || bound != bound ? bound : fabs(f); /* a NaN stays */
             }
         plan->freq_bound[a] = bound;
-        rope_half_turns(plan->freqs_f64 + a * plan->padded, plan->row, plan->padded,
-                        plan->turns_f64 + 2 * a * plan->padded, plan->turns_f32 + 2 * a * plan->padded);
+        rope_all_half_turns(plan->freqs_f64 + a * plan->padded, plan->row, plan->padded,
+                            plan->turns_f64 + 2 * a * plan->padded, plan->turns_f32 + 2 * a * plan->padded);
     }
 }
 

@@ -7,14 +7,10 @@
 #include "rope_plan.h"
 #include "rope_simd.inc.h"
 
+#define SIDE_BY_SIDE 2 /* an angle is one long chain of dependent operations; two keep the units busy */
+#include "rope_turns.h"
+
 #include <stdlib.h>
-
-#define JOIN_(a, b) a##_##b
-#define JOIN(a, b) JOIN_(a, b)
-#define NAME(name, suffix) JOIN(name, suffix)
-
-typedef float real_f32;
-typedef double real_f64;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -52,7 +48,7 @@ static int read_token(const rope_plan *plan, int64_t token, const token_scratch 
                 scratch->angles[h * args->pairs + i] = angle;
                 bound = fabs(angle) <= bound || bound != bound ? bound : fabs(angle); /* a NaN stays */
             }
-        rope_half_turns(scratch->angles, plan->row, plan->padded, scratch->turns_f64, scratch->turns_f32);
+        rope_all_half_turns(scratch->angles, plan->row, plan->padded, scratch->turns_f64, scratch->turns_f32);
         fits_f32 = freqs->dtype != ROPE_F64;
         scratch->position[0] = 1;
         scratch->position_low[0] = 0;
@@ -79,40 +75,14 @@ static void fill_table_unbounded(const double *freqs, int64_t stride, int64_t ax
     }
 }
 
-#define COUNT(array) (int)(sizeof(array) / sizeof *(array))
-
 #define R f64
 #define R_IS_F32 0
-#define SIN_TERMS sin_terms_f64
-#define COS_TERMS cos_terms_f64
-#define PI 0x1.921fb54442d18p+1
-#define PI_LOW 0x1.1a62633145c07p-53
-#define ROUND_MAGIC 0x1.8p52 /* adding it leaves an integer in the low bits */
-static const double sin_terms_f64[] = {-0x1.4abbce625be52p+2,  0x1.466bc6775aa4ap+1,  -0x1.32d2cce6263dap-1,
-                                       0x1.5078348498c14p-4,   -0x1.e3074d9cd5e57p-8, 0x1.e8f34ca85ad26p-12,
-                                       -0x1.6f76d5ba21a9dp-16, 0x1.9ccae52b1197fp-21};
-static const double cos_terms_f64[] = {-0x1.3bd3cc9be45dep+2,  0x1.03c1f081b5ac3p+2,  -0x1.55d3c7e3cbf6fp+0,
-                                       0x1.e1f506891456bp-3,   -0x1.a6d1f29e82218p-6, 0x1.f9d3882fbcc41p-10,
-                                       -0x1.b6e1960ec9a71p-14, 0x1.209e5d008d63cp-18, -0x1.2091b73e15891p-23};
 #include "rope_trig.inc.h"
 #undef R
 #undef R_IS_F32
-#undef SIN_TERMS
-#undef COS_TERMS
-#undef PI
-#undef PI_LOW
-#undef ROUND_MAGIC
 
 #define R f32
 #define R_IS_F32 1
-#define SIN_TERMS sin_terms_f32
-#define COS_TERMS cos_terms_f32
-#define PI 0x1.921fb6p+1f
-#define PI_LOW -0x1.777a5cp-24f
-#define ROUND_MAGIC 0x1.8p23f
-static const float sin_terms_f32[] = {-0x1.4abbc2p+2f, 0x1.466898p+1f, -0x1.324958p-1f, 0x1.3d7174p-4f};
-static const float cos_terms_f32[] = {-0x1.3bd3ccp+2f, 0x1.03c1e6p+2f, -0x1.55d0b6p+0f, 0x1.e12f22p-3f,
-                                      -0x1.90162cp-6f};
 #include "rope_trig.inc.h"
 
 /* One head, or all heads of a row where they lie side by side. */
@@ -127,7 +97,7 @@ static inline int64_t repeat_offset(const rope_args *args, const rope_tensor *te
     return rope_offset(args->repeat_dims, args->repeat_size, tensor->repeat, repeat);
 }
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE ROPE_INLINE
 /* A pointer that is only there for some kinds of work: nothing is added to NULL. */
 #define AT(kind, pointer, offset) (work & (kind) ? (pointer) + (offset) : NULL)
 

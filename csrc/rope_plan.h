@@ -2,16 +2,12 @@
 #ifndef ROPE_PLAN_H
 #define ROPE_PLAN_H
 
-#include "rope.h"
-
-#include <math.h>
+#include "rope_scalar.h"
 
 /* Angles per token are padded to this many entries and one more block, so that two whole vectors stay inside. */
 #define ROPE_PAD 16
 #define ROPE_REPEATS_TOGETHER 4 /* streams of memory that hardware prefetchers follow */
 #define ROPE_LINE 64            /* bytes of a cache line, and of the widest vector */
-#define ROPE_ANGLE_LIMIT_F32 0x1p21
-#define ROPE_ANGLE_LIMIT_F64 0x1p30
 
 typedef struct {
     const rope_args *args;
@@ -40,16 +36,11 @@ typedef struct {
 } rope_plan;
 
 /* n frequencies (or angles) in radians as half turns, high and low `stride` apart, in both arithmetics. */
-static inline void rope_half_turns(const double *radians, int64_t n, int64_t stride, double *turns_f64,
-                                   float *turns_f32) {
+static inline void rope_all_half_turns(const double *radians, int64_t n, int64_t stride, double *turns_f64,
+                                       float *turns_f32) {
     for (int64_t i = 0; i < n; i++) {
-        const double f = radians[i], high = f * 0x1.45f306dc9c883p-2;
-        const double low = fma(f, 0x1.45f306dc9c883p-2, -high) + f * -0x1.6b01ec5417056p-56;
-        const float high_f32 = (float)high;
-        turns_f64[i] = high;
-        turns_f64[stride + i] = low;
-        turns_f32[i] = high_f32;
-        turns_f32[stride + i] = (float)(high - (double)high_f32 + low);
+        rope_half_turns(radians[i], turns_f64 + i, turns_f64 + stride + i);
+        rope_half_turns_f32(turns_f64[i], turns_f64[stride + i], turns_f32 + i, turns_f32 + stride + i);
     }
 }
 

@@ -80,6 +80,11 @@ static inline vec_f64 zip_high_f64(vec_f64 a, vec_f64 b) { return SHUFFLE(a, b, 
 static inline vec_f32 splat_f32(float value) { return value - (vec_f32){0}; }
 static inline vec_f64 splat_f64(double value) { return value - (vec_f64){0}; }
 
+static inline int_f32 bits_f32(vec_f32 a) { return (int_f32)a; }
+static inline int_f64 bits_f64(vec_f64 a) { return (int_f64)a; }
+static inline vec_f32 from_bits_f32(int_f32 a) { return (vec_f32)a; }
+static inline vec_f64 from_bits_f64(int_f64 a) { return (vec_f64)a; }
+
 /* a * b + c with one rounding, everywhere: the files are compiled with -ffp-contract=off, so that only what is
  * written as fma is fused, and all instruction sets give the same bits. */
 static inline vec_f32 fma_f32(vec_f32 a, vec_f32 b, vec_f32 c) {

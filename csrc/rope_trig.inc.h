@@ -1,69 +1,28 @@
-/* Cos and sin of all angles of one token, in the arithmetic R (f32 or f64).
- *
- * Frequencies come in half turns per unit, as a sum high + low of two reals. p * high is kept as the rounded product
- * plus the exact rest (fma); taking whole half turns off the product is exact, so an angle loses nothing to range
- * reduction while it is below ROPE_ANGLE_LIMIT. The polynomials, in half turns from -1/2 to 1/2, are minimax. */
+/* Cos and sin of all angles of one token, in the arithmetic R (f32 or f64). */
 #define REAL NAME(real, R)
 #define VEC NAME(vec, R)
-#define INTS NAME(int, R)
 #define W NAME(W, R)
-#define FMA NAME(fma, R)
 #define SPLAT NAME(splat, R)
 #define LOAD NAME(load, R)
 #define STORE NAME(store, R)
-#define SIGN_BIT (sizeof(REAL) * 8 - 1)
 
 /* turns: [axes][2][stride], high and low. Writes n entries, rounded up to two vectors: cos and sin in turn where
  * `zipped`, else the cos and, `stride` further on, the sin. `flip` negates the sin. */
 static void NAME(fill_table, R)(const REAL *turns, int64_t stride, int64_t axes, const REAL *position,
                                 const REAL *position_low, REAL *table, int64_t n, int zipped, int flip) {
-    const INTS flipped = ((INTS){0} + flip) << SIGN_BIT;
-    /* A vector is one long chain of dependent operations; two side by side keep the units busy. */
-    enum { SIDE_BY_SIDE = 2 };
 #define EACH for (int v = 0; v < SIDE_BY_SIDE; v++)
     for (int64_t i = 0; i < n; i += SIDE_BY_SIDE * W) {
-        VEC high[SIDE_BY_SIDE], product[SIDE_BY_SIDE], rest[SIDE_BY_SIDE], shifted[SIDE_BY_SIDE], r[SIDE_BY_SIDE],
-            tail[SIDE_BY_SIDE], s[SIDE_BY_SIDE], c[SIDE_BY_SIDE];
-        INTS odd[SIDE_BY_SIDE]; /* bit 0: whether the number of half turns taken off is odd */
-        EACH r[v] = tail[v] = SPLAT(0);
-        EACH odd[v] = (INTS){0};
-/* takes whole half turns off `from`, into `to` */
-#define TAKE_OFF(to, from)                                                                                           \
-    do {                                                                                                             \
-        EACH shifted[v] = from[v] + ROUND_MAGIC;                                                                     \
-        EACH to[v] = from[v] - (shifted[v] - ROUND_MAGIC);                                                           \
-        EACH odd[v] ^= (INTS)shifted[v];                                                                             \
-    } while (0)
+        NAME(turn, R) turn;
+        NAME(turn_start, R)(&turn);
         for (int64_t a = 0; a < axes; a++) {
             const REAL *const at = turns + 2 * a * stride + i;
-            VEC p = SPLAT(position[a]);
+            VEC high[SIDE_BY_SIDE], low[SIDE_BY_SIDE], rest = SPLAT(position_low ? position_low[a] : 0);
             EACH high[v] = LOAD(at + v * W);
-            EACH product[v] = p * high[v];
-            TAKE_OFF(rest, product);
-            EACH product[v] = FMA(p, high[v], -product[v]);
-            EACH product[v] = FMA(p, LOAD(at + stride + v * W), product[v]);
-            if (position_low) EACH product[v] = FMA(SPLAT(position_low[a]), high[v], product[v]);
-            EACH tail[v] += product[v];
-            if (a >= 2) TAKE_OFF(r, r); /* sums stay below 1, and so their rounding small */
-            EACH r[v] += rest[v];
+            EACH low[v] = LOAD(at + stride + v * W);
+            NAME(turn_add, R)(&turn, a, SPLAT(position[a]), position_low ? &rest : NULL, high, low);
         }
-        EACH r[v] += tail[v];
-        TAKE_OFF(r, r);
-#undef TAKE_OFF
-
-        VEC z[SIDE_BY_SIDE];
-        EACH z[v] = r[v] * r[v];
-        EACH s[v] = SPLAT(SIN_TERMS[COUNT(SIN_TERMS) - 1]);
-        EACH c[v] = SPLAT(COS_TERMS[COUNT(COS_TERMS) - 1]);
-        for (int j = COUNT(SIN_TERMS) - 2; j >= 0; j--)
-            EACH s[v] = FMA(s[v], z[v], SPLAT(SIN_TERMS[j]));
-        for (int j = COUNT(COS_TERMS) - 2; j >= 0; j--)
-            EACH c[v] = FMA(c[v], z[v], SPLAT(COS_TERMS[j]));
-        EACH s[v] = FMA(r[v], SPLAT(PI), r[v] * FMA(s[v], z[v], SPLAT(PI_LOW)));
-        EACH c[v] = FMA(c[v], z[v], SPLAT(1));
-        EACH odd[v] <<= SIGN_BIT;
-        EACH c[v] = (VEC)((INTS)c[v] ^ odd[v]);
-        EACH s[v] = (VEC)((INTS)s[v] ^ odd[v] ^ flipped);
+        VEC c[SIDE_BY_SIDE], s[SIDE_BY_SIDE];
+        NAME(turn_cos_sin, R)(&turn, flip, c, s);
         if (zipped) {
             EACH STORE(table + 2 * (i + v * W), NAME(zip_low, R)(c[v], s[v]));
             EACH STORE(table + 2 * (i + v * W) + W, NAME(zip_high, R)(c[v], s[v]));
@@ -133,10 +92,7 @@ static void NAME(token_table, R)(const rope_plan *plan, int64_t token, const tok
 
 #undef REAL
 #undef VEC
-#undef INTS
 #undef W
-#undef FMA
 #undef SPLAT
 #undef LOAD
 #undef STORE
-#undef SIGN_BIT

@@ -31,12 +31,14 @@ typedef void torch_range_function(int64_t begin, int64_t end, void *context);
     X("2.9", int32_t, aoti_torch_get_strides, (torch_tensor, int64_t **))                                            \
     X("2.9", int32_t, aoti_torch_get_dtype, (torch_tensor, int32_t *))                                               \
     X("2.9", int32_t, aoti_torch_get_device_type, (torch_tensor, int32_t *))                                         \
+    X("2.9", int32_t, aoti_torch_get_device_index, (torch_tensor, int32_t *))                                        \
     X("2.10", int32_t, torch_get_const_data_ptr, (torch_tensor, const void **))                                      \
     X("2.10", int32_t, torch_get_mutable_data_ptr, (torch_tensor, void **))                                          \
     X("2.9", int32_t, aoti_torch_empty_strided,                                                                      \
       (int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, torch_tensor *))                        \
     X("2.10", int32_t, torch_parallel_for, (int64_t, int64_t, int64_t, torch_range_function *, void *))              \
     X("2.9", int32_t, aoti_torch_device_type_cpu, (void))                                                            \
+    X("2.9", int32_t, aoti_torch_device_type_cuda, (void))                                                           \
     X("2.9", int32_t, aoti_torch_dtype_float32, (void))                                                              \
     X("2.9", int32_t, aoti_torch_dtype_float64, (void))                                                              \
     X("2.9", int32_t, aoti_torch_dtype_float16, (void))                                                              \

@@ -2,6 +2,7 @@
  * The schemas are in nd_rotary_encodings/_ops.py; the order of arguments here must be theirs. */
 #include "torch_ops.h"
 
+#include "torch_backend.h"
 #include "torch_parallel.h"
 #include "torch_rows.h"
 
@@ -47,10 +48,6 @@ static void split_heads(call *c, tensor *t, const settings *s) {
 static void check_embeddings(call *c, const tensor *x) {
     if (x->dtype >= ROPE_EMBEDDING_DTYPES) fail(c, "embeddings must be float16, bfloat16, float32 or float64");
     if (x->dims < 2) fail(c, "embeddings need the dims of heads and channels");
-}
-
-static void set_zero(const tensor *t) {
-    if (count_of(t) > 0) memset((void *)(uintptr_t)t->data, 0, bytes_of(t));
 }
 
 /* The parts of a call by positions and frequencies; y and saved may be NULL. */
@@ -129,8 +126,7 @@ static void copy_prefix(call *c, const rope_args *args, const lead_dims *lead, i
     copy.pairs = 0;
     copy.axes = 1;
     set_rows(&copy, &rows);
-    const char *error = rope_cpu_run(&copy, torch_parallel);
-    if (error) fail(c, error);
+    run_rows(c, &copy);
 }
 
 static void run_parts(call *c, const parts *p, const settings *s) {
@@ -174,8 +170,8 @@ static void run_parts(call *c, const parts *p, const settings *s) {
         copy_prefix(c, &args, &lead, s->prefix, x->strides[token_at], p->y->strides[p->y->dims - x->dims + token_at]);
     if (s->prefix) {
         if (lead.size[lead.dims - 1] == 0) { /* all tokens are prefix tokens; a step past them may lead anywhere */
-            if (p->grad_positions) set_zero(p->grad_positions);
-            if (p->grad_freqs) set_zero(p->grad_freqs);
+            if (p->grad_positions) fill_with_zeros(c, p->grad_positions);
+            if (p->grad_freqs) fill_with_zeros(c, p->grad_freqs);
             return;
         }
         const size_t size = bytes_of(x) / (size_t)count_of(x);
@@ -188,8 +184,7 @@ static void run_parts(call *c, const parts *p, const settings *s) {
             }
     }
     set_rows(&args, &lead);
-    const char *error = c->error ? NULL : rope_cpu_run(&args, torch_parallel);
-    if (error) fail(c, error);
+    if (!c->error) run_rows(c, &args);
 }
 
 /* A new tensor like the embeddings t but of the given shape, both with heads split; itself not split yet. It has the
@@ -324,7 +319,7 @@ static void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t
         run_parts(&c, &p, &s);
     else if (!c.error)
         for (int i = 1; i < 3; i++)
-            set_zero(&results[i]);
+            fill_with_zeros(&c, &results[i]);
     finish(&c, stack, results, 3);
 }
 
@@ -360,8 +355,7 @@ static void run_angles(call *c, const tensor *x, const tensor *y, const tensor *
                                     .head = small[i]->strides[small[i]->dims - 2],
                                     .pair = small[i]->strides[small[i]->dims - 1]};
     set_rows(&args, &lead);
-    const char *error = rope_cpu_run(&args, torch_parallel);
-    if (error) fail(c, error);
+    run_rows(c, &args);
 }
 
 static void check_angles(call *c, const tensor *x, const tensor *angles) {
@@ -428,7 +422,7 @@ static void kernel_rotate_by_angles_backward(torch_value *stack, uint64_t inputs
         results[1] = allocate(&c, need_angles ? angles.dims : 1, need_angles ? angles.sizes : nothing, NULL,
                               angles.torch_dtype);
     if (!c.error && count_of(&grad) == 0)
-        set_zero(&results[1]);
+        fill_with_zeros(&c, &results[1]);
     else if (!c.error)
         run_angles(&c, &grad, need_x ? &results[0] : NULL, need_angles ? &x : NULL, &angles,
                    need_angles ? &results[1] : NULL, 1);
@@ -473,8 +467,7 @@ static void kernel_calculate_angles(torch_value *stack, uint64_t inputs, uint64_
             args.positions.token[d] = positions.strides[d];
             out.token[d] = angles.strides[d];
         }
-        const char *error = rope_cpu_angles(&args, freqs.sizes[1], freqs.strides[1], &out, torch_parallel);
-        if (error) fail(&c, error);
+        run_angles_of(&c, &args, freqs.sizes[1], freqs.strides[1], &out);
     }
     finish(&c, stack, &angles, 1);
 }
@@ -495,11 +488,14 @@ int torch_ops_register(void) {
         {"_calculate_angles", kernel_calculate_angles},
         {"calculate_rope", kernel_calculate_angles},
     };
-    /* torch keeps a pointer to the library for as long as the process lives */
-    torch_library library;
     if (torch_parallel_init() != 0) return -1;
-    if (torch.aoti_torch_library_init_impl("nd_rotary", "CPU", __FILE__, __LINE__, &library)) return -1;
-    for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
-        if (torch.torch_library_impl(library, kernels[i].name, kernels[i].kernel, TORCH_ABI_TARGET)) return -1;
+    static const char *const devices[] = {"CPU", "CUDA"};
+    for (int d = 0; d < 1 + cuda_is_wanted(); d++) {
+        /* torch keeps a pointer to the library for as long as the process lives */
+        torch_library library;
+        if (torch.aoti_torch_library_init_impl("nd_rotary", devices[d], __FILE__, __LINE__, &library)) return -1;
+        for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
+            if (torch.torch_library_impl(library, kernels[i].name, kernels[i].kernel, TORCH_ABI_TARGET)) return -1;
+    }
     return 0;
 }

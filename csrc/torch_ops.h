@@ -1,7 +1,7 @@
 #ifndef TORCH_OPS_H
 #define TORCH_OPS_H
 
-/* Registers the CPU kernels of the nd_rotary ops; 0 on success. */
+/* Registers the kernels of the nd_rotary ops, for CUDA too where it is wanted; 0 on success. */
 int torch_ops_register(void);
 
 #endif

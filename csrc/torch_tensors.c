@@ -51,14 +51,23 @@ static int too_large(int64_t dims, const int64_t *sizes) {
 static tensor describe(call *c, torch_tensor handle) {
     tensor t = {.handle = handle, .dtype = ROPE_UNSUPPORTED};
     int64_t dims, *sizes, *strides;
-    int32_t device;
+    int32_t device_type, device_index;
     if (torch.aoti_torch_get_dim(handle, &dims) || torch.aoti_torch_get_sizes(handle, &sizes) ||
         torch.aoti_torch_get_strides(handle, &strides) || torch.aoti_torch_get_dtype(handle, &t.torch_dtype) ||
-        torch.aoti_torch_get_device_type(handle, &device)) {
+        torch.aoti_torch_get_device_type(handle, &device_type) ||
+        torch.aoti_torch_get_device_index(handle, &device_index)) {
         fail(c, "an argument is not a plain strided tensor");
         return t;
     }
-    if (device != torch.aoti_torch_device_type_cpu()) fail(c, "all tensors must be on the CPU");
+    if (device_index < 0) device_index = 0;
+    if (c->count == 1) {
+        c->device_type = device_type;
+        c->device_index = device_index;
+    }
+    if (device_type != c->device_type || device_index != c->device_index)
+        fail(c, "all tensors must be on one device");
+    if (device_type != torch.aoti_torch_device_type_cpu() && device_type != torch.aoti_torch_device_type_cuda())
+        fail(c, "tensors must be on the CPU or on a CUDA device");
     if (dims > ROPE_MAX_DIMS) fail(c, "tensors may have at most 16 dimensions");
     if (too_large(dims, sizes)) fail(c, "tensors may have at most 2^47 elements");
     t.dims = (int)dims;
@@ -90,8 +99,8 @@ tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides,
         step *= sizes[d] > 1 ? sizes[d] : 1;
     }
     torch_tensor handle;
-    if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype,
-                                       torch.aoti_torch_device_type_cpu(), 0, &handle)) {
+    if (torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : dense, dtype, c->device_type, c->device_index,
+                                       &handle)) {
         fail(c, "the result could not be allocated");
         return t;
     }

@@ -18,12 +18,13 @@ typedef struct {
     const void *data;
 } tensor;
 
-enum { MAX_TENSORS = 8 };
+enum { MAX_TENSORS = 10 };
 
-/* One call: what must be freed, and the first error. */
+/* One call: what must be freed, the device, which is that of the first tensor, and the first error. */
 typedef struct {
     torch_tensor handles[MAX_TENSORS];
     int count;
+    int32_t device_type, device_index;
     const char *error;
 } call;
 

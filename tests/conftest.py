@@ -17,6 +17,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "C
 
 INSTRUCTION_SETS = [name for name, usable in _C.build_info()["instruction_sets"] if usable]
 
+# tests/cuda_emulation as a library: everything then runs on the CUDA route, which has no instruction sets
+EMULATION = os.environ.get("ND_ROTARY_EMULATION")
+if EMULATION:
+    _C.emulate_cuda(EMULATION)
+    INSTRUCTION_SETS = INSTRUCTION_SETS[:1]
+
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def instruction_set(request):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import EMULATION
 from torch import nn
 
 from nd_rotary_encodings import RoPEEncodingND
@@ -51,6 +52,7 @@ def test_in_place_allocates_nothing():
     assert allocated_bytes(lambda: module(query, positions, key)) == 0
 
 
+@pytest.mark.skipif(bool(EMULATION), reason="partial sums of the CUDA kernels come from PyTorch's allocator")
 def test_backward_allocates_its_gradients_and_nothing_else():
     module, query, positions = (
         make(),

@@ -1,5 +1,6 @@
-/* The CPU kernels alone, without torch or Python: against plain loops in long double, and every instruction set and
- * order of work against the first, to the bit. `make native`, `sanitize` and `arm` build and run this.
+/* The kernels alone, without torch or Python: against plain loops in long double, and every instruction set and
+ * order of work against the first, to the bit. `make native`, `sanitize` and `arm` build and run this for the CPU,
+ * `cuda` and `cuda-sanitize` for CUDA (with ROPE_TEST_CUDA), where tests/cuda_emulation takes the place of a device.
  *
  * The last lines printed hold a checksum of all results, equal on every machine: x86 and NEON too. */
 #include "rope_scalar.h"
@@ -125,6 +126,50 @@ static int refuses(int64_t count, int64_t grain, rope_task *task, void *context)
 }
 static rope_parallel_for *const orders[] = {forwards, backwards};
 
+#if defined(ROPE_TEST_CUDA)
+void emulation_set(const char *name, long value);
+long emulation_get(const char *name);
+
+static void *allocations[4];
+static int allocation_count;
+static void *allocate_on_device(size_t bytes, void *context) {
+    (void)context;
+    return memset(allocations[allocation_count++] = malloc(bytes), 0xff, bytes); /* NaNs */
+}
+
+/* Orders other than `forwards` are blocks and threads by chance in a small grid. */
+static rope_cuda_call cuda_call(rope_parallel_for *order) {
+    emulation_set("seed", order == forwards ? 0 : 1 + pick(1000000));
+    emulation_set("max_grid", order == forwards ? 0 : 1 + pick(5));
+    emulation_set("fail_launch", order == refuses);
+    rope_cuda_use_driver(EMULATION); /* asks the device anew */
+    return (rope_cuda_call){.device = (int)pick(2), .allocate = allocate_on_device};
+}
+
+static const char *release_all(const char *error, const rope_cuda_call *call) {
+    while (allocation_count)
+        free(allocations[--allocation_count]);
+    CHECK(emulation_get("depth") == 0, "%ld contexts", emulation_get("depth"));
+    CHECK(error || emulation_get("device") == call->device, "device %ld", emulation_get("device"));
+    return error;
+}
+
+static const char *run(const rope_args *args, rope_parallel_for *order) {
+    const rope_cuda_call call = cuda_call(order);
+    return release_all(rope_cuda_run(args, &call), &call);
+}
+
+static const char *run_angles(const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles,
+                              rope_parallel_for *order) {
+    const rope_cuda_call call = cuda_call(order);
+    return release_all(rope_cuda_angles(args, groups, group_stride, angles, &call), &call);
+}
+
+static const char *next_isa(int *index) { return (*index)++ == 0 ? "cuda" : NULL; }
+#else
+#define run rope_cpu_run
+#define run_angles rope_cpu_angles
+
 /* Switches to the next instruction set that this machine has, from number *index on; its name, or NULL. */
 static const char *next_isa(int *index) {
     int usable;
@@ -136,6 +181,7 @@ static const char *next_isa(int *index) {
     CHECK(!isa || strcmp(rope_cpu_active_isa(), isa) == 0, "%s", isa);
     return isa;
 }
+#endif
 
 static size_t bytes_of(const buffer *b) { return b->now ? (size_t)b->count * size_of[b->dtype] : 0; }
 
@@ -151,7 +197,7 @@ static void run_everywhere(const rope_args *args, buffer *b) {
         for (int order = 0; order < 2; order++) {
             for (buffer *k = b; k < b + BUFFERS; k++)
                 copy(k->now, k->before, bytes_of(k));
-            const char *error = rope_cpu_run(args, orders[order]);
+            const char *error = run(args, orders[order]);
             CHECK(!error, "%s", error);
             for (buffer *k = b; k < b + BUFFERS; k++) {
                 if (!first) copy(k->first, k->now, bytes_of(k));
@@ -435,7 +481,7 @@ static void check_kernel_conversions(rope_dtype dtype, int64_t block, float angl
     int ties = 0;
     const char *isa;
     for (int index = 0; (isa = next_isa(&index)) != NULL;) {
-        CHECK(!rope_cpu_run(&args, forwards) && !rope_cpu_run(&wide_args, forwards), "%s", isa);
+        CHECK(!run(&args, forwards) && !run(&wide_args, forwards), "%s", isa);
         for (int i = 0; i < 2 * 65536; i++) {
             const float value = wide_result[i];
             const uint16_t want = dtype == ROPE_F16 ? rope_f32_to_f16(value) : rope_f32_to_bf16(value);
@@ -466,7 +512,7 @@ static void check_nan(int given, int64_t block) {
     if (!given) args.positions = (rope_operand){.data = positions, .dtype = ROPE_F32, .token = {1}};
     const char *isa;
     for (int index = 0; (isa = next_isa(&index)) != NULL;) {
-        CHECK(!rope_cpu_run(&args, forwards), "%s", isa);
+        CHECK(!run(&args, forwards), "%s", isa);
         for (int t = 0; t < TOKENS; t++)
             for (int i = 0; i < ROW; i++) {
                 const int head = i / PAIRS, pair = i % PAIRS, half = (int)block / 2;
@@ -496,7 +542,7 @@ static void check_angles(rope_dtype position_dtype, rope_dtype dtype, uint64_t *
     fill(&b[POSITIONS], 7, 0);
     fill(&b[FREQS], position_dtype <= ROPE_BF16 ? 0 : 8 - 8 * (int)size_of[position_dtype], 0);
     memcpy(b[Y].before, b[Y].now, (size_t)b[Y].count * size_of[dtype]);
-    const char *error = rope_cpu_angles(&args, GROUPS, ROW, &out, backwards);
+    const char *error = run_angles(&args, GROUPS, ROW, &out, backwards);
     CHECK(!error, "%s", error);
     for (int64_t t = 0; t < TOKENS; t++)
         for (int64_t i = 0; i < ROW; i++)
@@ -510,7 +556,7 @@ static void check_angles(rope_dtype position_dtype, rope_dtype dtype, uint64_t *
                 }
     compare(&b[Y], ROPE_F64, "angles");
     *hash = fnv(*hash, b[Y].now + (size_t)b[Y].origin * size_of[dtype], TOKENS * ROW * size_of[dtype]);
-    CHECK(rope_cpu_angles(&args, GROUPS, ROW, &out, refuses) != NULL, "no error");
+    CHECK(run_angles(&args, GROUPS, ROW, &out, refuses) != NULL, "no error");
     release(b);
 }
 
@@ -565,7 +611,9 @@ int main(void) {
     const char *isa;
     for (int index = 0; (isa = next_isa(&index)) != NULL;)
         printf("tested: %s\n", isa);
+#if !defined(ROPE_TEST_CUDA)
     CHECK(rope_cpu_force_isa("none") == -1 && rope_cpu_force_isa(NULL) == 0, "force_isa");
+#endif
     printf("largest errors, of the budgets: f32 %.2f, f64 %.2f, f16 %.2f, bf16 %.2f\n", largest_error[ROPE_F32],
            largest_error[ROPE_F64], largest_error[ROPE_F16], largest_error[ROPE_BF16]);
     printf("fnv of angles beyond the fast path: %016llx\n", (unsigned long long)libm);
