@@ -10,15 +10,19 @@ SECONDS ?= 600
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=build/sanitize \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 
-.PHONY: demo test test-arm sanitize fuzz lint format bench docs wheel clean
+.PHONY: demo test notebooks test-arm sanitize fuzz lint format bench docs wheel clean
 
-# Writes demo.png
+# Writes vit.png
 demo: $(VENV)/demo
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/vit.py
 
 test: $(VENV)/test
 	$(BIN)/python -m pytest -n $(JOBS) -q
 	$(MAKE) -C tests/c native
+
+# Do they run from top to bottom? What they show stays as it is.
+notebooks: $(VENV)/test
+	$(BIN)/python -m pytest --nbmake notebooks -n $(JOBS) -q
 
 # The kernels' own tests, as AArch64 code under emulation
 test-arm:
@@ -88,5 +92,5 @@ $(VENV)/lint: $(VENV)/test pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache demo.png
+	rm -rf $(VENV) build dist site *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache *.png
 	find . -name __pycache__ -prune -exec rm -rf {} +
