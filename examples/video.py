@@ -149,12 +149,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="models of each kind (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=800, help="of training (default: %(default)s)")
     parser.add_argument("--output", default="video.png", help="the picture (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="1 seed, few steps: does it run?")
+    parser.add_argument("--tiny", action="store_true", help="1 seed, few steps and images: does it run?")
     args = parser.parse_args()
     seeds, steps = (1, 3) if args.tiny else (args.seeds, args.steps)
     torch.set_num_threads(1)
     begin = time.perf_counter()
     splits, models, lines = load_splits(), {}, []
+    if args.tiny:
+        splits = {name: (images[:50], labels[:50]) for name, (images, labels) in splits.items()}
     with tqdm(total=2 * seeds * steps, unit="step") as bar:
         for seed in range(seeds):
             for kind in ("rope", "sine-cosine"):

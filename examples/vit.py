@@ -231,13 +231,13 @@ def plot(tested: dict, sizes: dict, rope: RoPEEncodingND, path: str) -> None:
         for i, key in enumerate(key for key in METHODS if key[0] == test):
             kind, options = METHODS[key]
             style = {"color": COLORS[kind], "ls": "--" if options else "-"}
-            x = np.array(sizes[test]) + 0.3 * (i - 1)
+            x = np.array(sizes[test]) + 0.2 * (i - 1)
             mean, std = tested[key].mean(0), tested[key].std(0, ddof=1)
             ax.errorbar(x, mean, std, label=key[1], marker="o", capsize=4, **style)
         ax.set(title=titles[test], xlabel=f"side of the image, pixels (trained at {SIZE})", ylim=(0, 102))
         ax.set_xticks(sizes[test])
         ax.grid(alpha=0.3)
-        ax.legend(loc="lower left" if test == "finer" else "upper right")
+        ax.legend(loc="lower left" if test == "finer" else "upper right", fontsize=8)
     left.axes[0].set_ylabel(f"test accuracy, % (mean, std of {len(tested[key])} seeds)")
     reach = 2.0 * GRID
     for head, ax in enumerate(right.subplots(2, 2, sharex=True, sharey=True).flat):
