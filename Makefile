@@ -10,15 +10,19 @@ SECONDS ?= 600
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=build/sanitize \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 
-.PHONY: demo test test-arm test-cuda cuda gpu-check sanitize fuzz lint format bench docs wheel clean
+.PHONY: demo test test-arm test-cuda cuda gpu-check sanitize fuzz lint format bench docs notebooks wheel clean
 
-# Writes demo.png
+# Writes vit.png
 demo: $(VENV)/demo
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/vit.py
 
 test: $(VENV)/test
 	$(BIN)/python -m pytest -n $(JOBS) -q
 	$(MAKE) -C tests/c cuda native
+
+# Do they run from top to bottom? What they show stays as it is.
+notebooks: $(VENV)/test
+	$(BIN)/python -m pytest --nbmake notebooks -n $(JOBS) -q
 
 # The kernels' own tests, as AArch64 code under emulation
 test-arm:
@@ -87,6 +91,9 @@ $(VENV)/python:
 	$(BIN)/pip install -q $(TORCH) numpy setuptools
 	touch $@
 
+# CUDA kernels take a minute to compile, each time, and no test without a GPU needs them: `make cuda` compiles them
+$(VENV)/test $(VENV)/demo $(VENV)/docs $(VENV)/lint build/sanitize: export ND_ROTARY_CUDA := 0
+
 # ND_ROTARY_WERROR: warnings of the C compiler are errors here, not for users
 $(VENV)/test: $(VENV)/python $(BUILD_INPUTS)
 	ND_ROTARY_WERROR=1 $(BIN)/pip install -q -e '.[test]'
@@ -110,5 +117,5 @@ $(VENV)/lint: $(VENV)/test pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache demo.png
+	rm -rf $(VENV) build dist site *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache *.png
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,10 +1,11 @@
 """Train a small vision transformer on 8x8 digits with rotary positions, then show it larger token grids.
 
-Two models, equal but for how they know where a token is: `RoPEEncodingND` on the queries and keys of every
-block, or a learned table that is added to the tokens. A picture can grow in two ways, and both are tested:
+Three models, equal but for how they know where a token is: `RoPEEncodingND` on the queries and keys of every
+block, or what is added to the tokens: a learned table, or sines and cosines of their positions. A picture can
+grow in two ways, and both are tested:
 
-* finer: the same picture at a higher resolution, so that the tokens lie closer together (with RoPE, either
-  "raw token indices" or "scaled positions", which stay within the extent of the training grid);
+* finer: the same picture at a higher resolution, so that the tokens lie closer together ("raw token indices",
+  or "scaled positions", which stay within the extent of the training grid);
 * wider: a larger canvas at the same resolution, with the digit anywhere on it ("near tokens": a token attends
   no further than it could in training).
 """
@@ -31,13 +32,17 @@ SIZE, PATCH = 8, 2
 GRID = SIZE // PATCH
 SIZES = {"finer": (8, 16, 24, 32), "wider": (8, 12, 16, 24)}
 CHECK = 16  # in both tests, the size of the validation images
+COLORS = {"rope": "tab:blue", "table": "tab:orange", "sine-cosine": "tab:green"}  # of the kinds of model
 # (test, name): (kind of model, options of its forward).
 METHODS = {
     ("finer", "learned table, bicubic"): ("table", {}),
+    ("finer", "sine-cosine, scaled"): ("sine-cosine", {}),
     ("finer", "RoPE, raw token indices"): ("rope", {"raw_positions": True}),
     ("finer", "RoPE, scaled positions"): ("rope", {}),
     ("wider", "learned table, bicubic"): ("table", {}),
     ("wider", "learned table, near tokens"): ("table", {"near_only": True}),
+    ("wider", "sine-cosine"): ("sine-cosine", {}),
+    ("wider", "sine-cosine, near tokens"): ("sine-cosine", {"near_only": True}),
     ("wider", "RoPE"): ("rope", {}),
     ("wider", "RoPE, near tokens"): ("rope", {"near_only": True}),
 }
@@ -62,9 +67,17 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def sine_cosine(pos: Tensor, dim: int) -> Tensor:
+    """``[..., 2]`` to ``[..., dim]``, with the range of frequencies that RoPE starts from."""
+    freqs = 10 ** -torch.linspace(0, 1, dim // 4)
+    angles = (pos[..., None] * freqs).flatten(-2)
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
 class ViT(nn.Module):
     def __init__(self, kind: str, dim: int = 64, heads: int = 8, depth: int = 2):
         super().__init__()
+        self.kind = kind
         self.patch = nn.Conv2d(1, dim, PATCH, stride=PATCH)
         self.table = nn.Parameter(0.02 * torch.randn(1, dim, GRID, GRID)) if kind == "table" else None
         self.blocks = nn.ModuleList(Block(dim, heads, kind) for _ in range(depth))
@@ -90,6 +103,8 @@ class ViT(nn.Module):
             # Centers of the tokens, in tokens of the training grid.
             pos = (pos + 0.5) / zoom - 0.5
         x, pos = x.flatten(1, 2), pos.flatten(0, 1)
+        if self.kind == "sine-cosine":
+            x = x + sine_cosine(pos, x.shape[-1])
         # In training no token was further from another than this.
         mask = torch.cdist(pos, pos, p=math.inf) < GRID if near_only else None
         for block in self.blocks:
@@ -118,7 +133,11 @@ def augment(images: Tensor) -> Tensor:
 
 def train(model: ViT, images: Tensor, labels: Tensor, epochs: int, bar: tqdm) -> None:
     batch, rate = 64, 3e-3
-    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05, fused=True)
+    # Decay would turn frequencies into zeros: no positions at all.
+    freqs = [p for name, p in model.named_parameters() if ".rope.freqs." in name]
+    others = [p for name, p in model.named_parameters() if ".rope.freqs." not in name]
+    groups = [{"params": freqs, "weight_decay": 0}, {"params": others, "weight_decay": 0.05}]
+    optimizer = torch.optim.AdamW(groups, rate, fused=True)
     steps = epochs * math.ceil(len(images) / batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.2)
     for _ in range(epochs):
@@ -150,14 +169,13 @@ def accuracy(model: ViT, images: Tensor, labels: Tensor, size: int, test: str, o
     return 100 * (guesses == labels).float().mean().item()
 
 
-def run(seeds: int, epochs: int, sizes: dict) -> tuple[dict, dict, ViT]:
+def run(splits: dict, seeds: int, epochs: int, sizes: dict) -> tuple[dict, dict, ViT]:
     """Test accuracy [seeds, sizes] of each method, validation accuracy [seeds] at one size, a RoPE model."""
-    splits = load_splits()
     tested = {key: np.zeros((seeds, len(sizes[key[0]]))) for key in METHODS}
     checked = {key: np.zeros(seeds) for key in METHODS}
-    with tqdm(total=2 * seeds * epochs, unit="epoch") as bar:
+    with tqdm(total=len(COLORS) * seeds * epochs, unit="epoch") as bar:
         for seed in range(seeds):
-            for kind in ("table", "rope"):
+            for kind in reversed(COLORS):  # RoPE last, as that model is drawn
                 bar.set_description(f"{kind}, seed {seed}")
                 torch.manual_seed(seed)
                 model = ViT(kind)
@@ -189,9 +207,10 @@ def report(tested: dict, checked: dict, sizes: dict) -> None:
             print(f"{key[1]:<28}" + "".join(f"{cell:>14}" for cell in cells))
         print(f"* this order is that of the accuracy on {CHECK}x{CHECK} validation images:")
         print("  " + ", ".join(f"[{key[1]}] {checked[key].mean():.1f}" for key in ranked))
-        ropes, tables = ([key for key in ranked if METHODS[key][0] == kind] for kind in ("rope", "table"))
-        compare(tested, ropes[0], tables[0], beyond=False)
-        compare(tested, ropes[0], tables[0], beyond=True)
+        ropes, *others = ([key for key in ranked if METHODS[key][0] == kind] for kind in COLORS)
+        for other in others:
+            compare(tested, ropes[0], other[0], beyond=False)
+            compare(tested, ropes[0], other[0], beyond=True)
         compare(tested, ropes[0], ropes[1], beyond=True)
 
 
@@ -211,14 +230,14 @@ def plot(tested: dict, sizes: dict, rope: RoPEEncodingND, path: str) -> None:
     for ax, test in zip(left.subplots(1, 2, sharey=True), sizes, strict=True):
         for i, key in enumerate(key for key in METHODS if key[0] == test):
             kind, options = METHODS[key]
-            style = {"color": "tab:blue" if kind == "rope" else "tab:orange", "ls": "--" if options else "-"}
-            x = np.array(sizes[test]) + 0.3 * (i - 1)
+            style = {"color": COLORS[kind], "ls": "--" if options else "-"}
+            x = np.array(sizes[test]) + 0.2 * (i - 1)
             mean, std = tested[key].mean(0), tested[key].std(0, ddof=1)
             ax.errorbar(x, mean, std, label=key[1], marker="o", capsize=4, **style)
         ax.set(title=titles[test], xlabel=f"side of the image, pixels (trained at {SIZE})", ylim=(0, 102))
         ax.set_xticks(sizes[test])
         ax.grid(alpha=0.3)
-        ax.legend(loc="lower left" if test == "finer" else "upper right")
+        ax.legend(loc="lower left" if test == "finer" else "upper right", fontsize=8)
     left.axes[0].set_ylabel(f"test accuracy, % (mean, std of {len(tested[key])} seeds)")
     reach = 2.0 * GRID
     for head, ax in enumerate(right.subplots(2, 2, sharex=True, sharey=True).flat):
@@ -239,18 +258,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="models of each kind (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="epochs of training (default: %(default)s)")
-    parser.add_argument("--output", default="demo.png", help="the picture (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="2 seeds, 1 epoch, few sizes: does it run?")
+    parser.add_argument("--output", default="vit.png", help="the picture (default: %(default)s)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="2 seeds, 1 epoch, few images and sizes: does it run?"
+    )
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error("--seeds must be at least 2, as the spread over seeds is reported")
-    seeds, epochs = (2, 1) if args.quick else (args.seeds, args.epochs)
-    sizes = {test: (n[:2] if args.quick else n) for test, n in SIZES.items()}
+    seeds, epochs = (2, 1) if args.tiny else (args.seeds, args.epochs)
+    splits = load_splits()
+    if args.tiny:
+        splits = {name: (images[:50], labels[:50]) for name, (images, labels) in splits.items()}
+    sizes = {test: (n[:2] if args.tiny else n) for test, n in SIZES.items()}
     torch.use_deterministic_algorithms(True)
     # The tensors are too small to share among cores, and the result must not depend on how many there are.
     torch.set_num_threads(1)
     start = time.perf_counter()
-    tested, checked, model = run(seeds, epochs, sizes)
+    tested, checked, model = run(splits, seeds, epochs, sizes)
     report(tested, checked, sizes)
     plot(tested, sizes, model.blocks[0].rope, args.output)
     print(f"\n{args.output} written; {time.perf_counter() - start:.0f} s")
