@@ -131,7 +131,11 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
     ):
         rotate_any_(queries_and_keys(qkv, settings[4]), positions, freqs, settings)
         return qkv
-    base = None if torch.compiler.is_compiling() else qkv._base
+    if torch.compiler.is_compiling():
+        # what a Function writes into an input of the graph has no gradient there: write it once more, which
+        # is optimized away
+        return qkv.copy_(_autograd.RotatePacked.apply(qkv, qkv.shape, positions, freqs, settings))
+    base = qkv._base
     if (
         base is not None
         and base.numel() == qkv.numel()

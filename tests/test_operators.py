@@ -457,6 +457,26 @@ def test_compiled_functions_have_the_bits_of_eager_mode(kind, layout, prefix):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo accesses it
+@pytest.mark.parametrize("embeddings_need_grad", [True, False])
+@pytest.mark.parametrize("used", ["result", "input"])
+@pytest.mark.parametrize("function", [apply_rope_, apply_rope_qkv_])
+def test_rotation_in_place_of_an_input_of_the_graph_has_its_gradients(function, used, embeddings_need_grad):
+    shape = (2, 5, 3, 2, 8) if function is apply_rope_qkv_ else (2, 5, 2, 8)
+    inputs = torch.randn(shape), torch.randn(5, 2), torch.randn(2, 2, 4)
+
+    def results(rotate):
+        x, positions, freqs = map(leaf, inputs)
+        rotated = x * 2 if embeddings_need_grad else x.detach() * 2
+        result = rotate(rotated, positions, freqs)
+        end = (result if used == "result" else rotated).pow(3).sum()
+        leaves = [x, positions, freqs] if embeddings_need_grad else [positions, freqs]
+        return [end.detach(), *torch.autograd.grad(end, leaves)]
+
+    assert_same_bits(results(compiled(function)), results(function))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor_attention_with_a_packed_projection_is_eager_attention():
     torch.manual_seed(0)
     project = nn.Linear(16, 48)
