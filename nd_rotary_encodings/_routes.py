@@ -132,9 +132,11 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
         rotate_any_(queries_and_keys(qkv, settings[4]), positions, freqs, settings)
         return qkv
     if torch.compiler.is_compiling():
-        # what a Function writes into an input of the graph has no gradient there: write it once more, which
-        # is optimized away
-        return qkv.copy_(_autograd.RotatePacked.apply(qkv, qkv.shape, positions, freqs, settings))
+        # On a clone, as nothing would notice that what the backward needs is changed later; and written back
+        # outside of the Function, as what that writes into an input of the graph has no gradient. The
+        # compiler leaves out both copies.
+        rotated = _autograd.RotatePacked.apply(qkv.clone(), qkv.shape, positions, freqs, settings)
+        return qkv.copy_(rotated)
     base = qkv._base
     if (
         base is not None

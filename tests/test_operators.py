@@ -477,6 +477,24 @@ def test_rotation_in_place_of_an_input_of_the_graph_has_its_gradients(function, 
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_gradients_of_a_packed_projection_are_right_where_it_is_changed_later():
+    """Eager mode refuses it; a compiler sees only values."""
+    inputs = torch.randn(5, 3, 2, 8), torch.randn(5, 2), torch.randn(2, 2, 4)
+
+    def packed(qkv, positions, freqs):
+        return apply_rope_qkv_(qkv * 2, positions, freqs).mul_(3)
+
+    def parts(qkv, positions, freqs):
+        q, k, v = (qkv * 2).unbind(1)
+        rotated = [apply_rope(x, positions, freqs) for x in (q, k)]
+        return torch.stack([*rotated, v], 1) * 3
+
+    results = [results_and_gradients(f, inputs) for f in (compiled(packed), parts)]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor_attention_with_a_packed_projection_is_eager_attention():
     torch.manual_seed(0)
     project = nn.Linear(16, 48)
