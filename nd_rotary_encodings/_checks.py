@@ -3,6 +3,7 @@ values."""
 
 import torch
 from torch import Tensor
+from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch._C._functorch import peek_interpreter_stack
 
 EMBEDDING_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -18,7 +19,6 @@ INTEGER_DTYPES = {
 }
 POSITION_DTYPES = EMBEDDING_DTYPES | INTEGER_DTYPES
 MAX_DIMS = 16
-_SEVERAL_VIEWS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
 
 
 def check_types(x: Tensor, positions: Tensor, freqs: Tensor, name: str, position_name: str) -> None:
@@ -185,11 +185,13 @@ def check_not_leaf(x: Tensor) -> None:
         raise RuntimeError(
             "a view of a leaf Variable that requires grad is being used in an in-place operation."
         )
-    if x._base is not None and x.grad_fn is not None and x.grad_fn.name() in _SEVERAL_VIEWS:
+    if x._base is not None and _get_creation_meta(x) != CreationMeta.DEFAULT:
         raise RuntimeError(
-            f"Output of {x.grad_fn.name()} is a view and is being modified inplace. This view is the output "
-            "of a function that returns multiple views. Such functions do not allow the output views to be "
-            "modified inplace. You should replace the inplace operation by an out-of-place one"
+            f"Output of {x.grad_fn.name() if x.grad_fn else 'a function'} is a view and is being modified "
+            "inplace. This view was made by a function that returns several views, by a custom autograd "
+            "Function (as those of checkpoints and module hooks), or without grad mode, whose backward would "
+            "be skipped. You should replace the inplace operation by an out-of-place one, or clone the view "
+            "first"
         )
 
 

@@ -4,7 +4,7 @@ import sys
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -110,6 +110,8 @@ def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) ->
             return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
         torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
         return x
+    if is_legacy_batchedtensor(x):  # autograd.grad(is_grads_batched=True) lets no operator of ours write
+        return x.copy_(rotate_any(x, positions, freqs, settings))
     if _records(x, positions, freqs):
         return _autograd.Rotate.apply(x, positions, freqs, settings, True)
     _ops.rotate_(x, positions, freqs, *settings)
@@ -129,8 +131,20 @@ def rotate_packed_(qkv: Tensor, positions: Tensor, freqs: Tensor, settings: tupl
     ):
         rotate_any_(queries_and_keys(qkv, settings[4]), positions, freqs, settings)
         return qkv
-    base = None if torch.compiler.is_compiling() else qkv._base
-    if base is not None and base.numel() == qkv.numel() and base.is_contiguous() and qkv.is_contiguous():
+    if torch.compiler.is_compiling():
+        # On a clone, as nothing would notice that what the backward needs is changed later; and written back
+        # outside of the Function, as what that writes into an input of the graph has no gradient. The
+        # compiler leaves out both copies.
+        rotated = _autograd.RotatePacked.apply(qkv.clone(), qkv.shape, positions, freqs, settings)
+        return qkv.copy_(rotated)
+    base = qkv._base
+    if (
+        base is not None
+        and base.numel() == qkv.numel()
+        and base.is_contiguous()
+        and qkv.is_contiguous()
+        and base.storage_offset() == qkv.storage_offset()
+    ):
         # a view of all of a tensor, as linear layers return: to modify a view costs copies in the backward
         return _autograd.RotatePacked.apply(base, qkv.shape, positions, freqs, settings).view(qkv.shape)
     return _autograd.RotatePacked.apply(qkv, qkv.shape, positions, freqs, settings)

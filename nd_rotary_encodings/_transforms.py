@@ -6,6 +6,7 @@ With ``c`` the rate at which an angle changes, a rotated pair ``(y0, y1)`` chang
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _autograd, _ops, _routes
 from ._ops import inverse_of
@@ -67,6 +68,18 @@ def _each(function, batch_size: int, in_dims, tensors) -> tuple[Tensor, ...]:
     return tuple(torch.stack(column)[:batch_size] for column in zip(*results, strict=True))
 
 
+def _in_forward_mode(jvp):
+    """``jvp(ctx, saved, *tangents)`` as a jvp of a Function, which PyTorch calls with forward mode off at all
+    levels: tangents of outer ones would be lost, and second derivatives silently wrong."""
+
+    def with_forward_mode(ctx, *tangents):
+        with forward_ad._set_fwd_grad_enabled(True):
+            saved = [forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]  # no tangents of this level
+            return jvp(ctx, saved, *tangents)
+
+    return with_forward_mode
+
+
 class RotateTransformed(torch.autograd.Function):
     """The rotation under torch.func transforms and in forward mode, nested in any way."""
 
@@ -91,8 +104,9 @@ class RotateTransformed(torch.autograd.Function):
         return *_autograd.gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None
 
     @staticmethod
-    def jvp(ctx, x_tangent, position_tangent, freq_tangent, _):
-        y, positions, freqs = ctx.saved_tensors
+    @_in_forward_mode
+    def jvp(ctx, saved, x_tangent, position_tangent, freq_tangent, _):
+        y, positions, freqs = saved
         tangents = []
         if x_tangent is not None:
             tangents.append(_routes.rotate_any(x_tangent, positions, freqs, ctx.settings))
@@ -155,8 +169,9 @@ class RotateBackward(torch.autograd.Function):
         return *[_sum([t for t in terms if t is not None]) for terms in sums], None, None
 
     @staticmethod
-    def jvp(ctx, grad_tangent, y_tangent, position_tangent, freq_tangent, *_):
-        grad, y, positions, freqs, grad_x = ctx.saved_tensors
+    @_in_forward_mode
+    def jvp(ctx, saved, grad_tangent, y_tangent, position_tangent, freq_tangent, *_):
+        grad, y, positions, freqs, grad_x = saved
         settings, backward = ctx.settings, _routes.rotate_backward_any
         need_x, need_positions, need_freqs = ctx.needs
         terms = []
@@ -174,7 +189,14 @@ class RotateBackward(torch.autograd.Function):
         if need_x and not (position_tangent is None and freq_tangent is None):
             turned = _quarter_turn(grad_x, positions, freqs, position_tangent, freq_tangent, settings)
             terms.append((-turned, None, None))
-        return tuple(_sum([t for t in column if t is not None]) for column in zip(*terms, strict=True))
+        tangents = []
+        likes = (y, positions if need_positions else y, freqs)
+        for column, like, need in zip(zip(*terms, strict=True), likes, ctx.needs, strict=True):
+            tangent = _sum([t for t in column if t is not None])
+            if tangent is None:  # which torch.func refuses, for results that aren't needed, too
+                tangent = torch.zeros_like(like) if need else like.new_zeros(0)
+            tangents.append(tangent)
+        return tuple(tangents)
 
     @staticmethod
     def vmap(info, in_dims, grad, y, positions, freqs, settings, needs):

@@ -299,6 +299,7 @@ class RoPEEncodingND(nn.Module):
         if (
             torch.compiler.is_compiling()
             or torch.jit.is_tracing()
+            or torch._C._len_torch_dispatch_stack()  # make_fx, for one, lets no value be read
             or type(positions) not in (Tensor, nn.Parameter)
         ):
             return

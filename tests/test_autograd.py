@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils.checkpoint import checkpoint
 
 import nd_rotary_encodings as nd
-from nd_rotary_encodings import RoPEEncodingND, apply_rope, apply_rope_, apply_rope_qkv_
+from nd_rotary_encodings import RoPEEncodingND, apply_rope, apply_rope_, apply_rope_qkv_, reference
 
 # PyTorch's own forward mode imports scripted decompositions
 
@@ -45,9 +46,8 @@ CASES = {
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 SUBSETS = [needs for needs in itertools.product([True, False], repeat=3) if any(needs)]
-every_subset = pytest.mark.parametrize(
-    "needs", SUBSETS, ids=["+".join(n for n, need in zip("xpf", s, strict=True) if need) for s in SUBSETS]
-)
+SUBSET_NAMES = ["+".join(n for n, need in zip("xpf", s, strict=True) if need) for s in SUBSETS]
+every_subset = pytest.mark.parametrize("needs", SUBSETS, ids=SUBSET_NAMES)
 QKV_CASES = {
     "interleaved": ((3, 3, 2, 4), (3, 2), (2, 2, 2), {}),
     "batch": ((2, 3, 3, 2, 4), (2, 3, 2), (2, 1, 2), {}),
@@ -137,7 +137,8 @@ def test_gradcheck_in_place(case):
 @every_qkv_case
 def test_gradcheck_of_a_packed_projection(case, needs):
     inputs, options = inputs_of(case, needs)
-    assert gradcheck(lambda *args: in_place_of(apply_rope_qkv_)(*args, **options), inputs)
+    function = in_place_of(apply_rope_qkv_)
+    assert gradcheck(lambda *args: function(*args, **options), inputs, check_batched_grad=True)
 
 
 @every_qkv_case
@@ -642,12 +643,18 @@ def part_of_several(*shape):
     return base, base.unbind(0)[0]
 
 
+def view_of_part_of_several(*shape):
+    base, x = part_of_several(*shape)
+    return base, x.view(x.shape)
+
+
 @pytest.mark.parametrize(
     ("make_x", "message"),
     [
         (leaf, "a leaf Variable that requires grad"),
         (part_of_leaf, "a view of a leaf Variable that requires grad"),
         (part_of_several, "is a view and is being modified inplace"),
+        (view_of_part_of_several, "is a view and is being modified inplace"),
     ],
 )
 @pytest.mark.parametrize("function", [apply_rope_, apply_rope_qkv_])
@@ -661,6 +668,52 @@ def test_in_place_raises_pytorchs_error_and_writes_nothing(function, make_x, mes
         function(x, positions, freqs)
     assert torch.equal(base, before)
     assert base._version == version
+
+
+class TenfoldGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 10 * grad
+
+
+def linear_with_a_hook(layer, x):
+    layer.register_full_backward_hook(lambda *_: None)
+    return layer(x)
+
+
+@pytest.mark.parametrize(
+    "project",
+    [
+        lambda layer, x: TenfoldGradient.apply(layer(x)),
+        lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+        linear_with_a_hook,
+    ],
+    ids=["Function", "checkpoint", "hook"],
+)
+@pytest.mark.parametrize("learned", [True, False])
+def test_in_place_refuses_a_view_whose_own_backward_would_be_skipped(project, learned):
+    layer, module = nn.Linear(4, 24), RoPEEncodingND(2, 8, 2).requires_grad_(learned)
+    qkv = project(layer, torch.randn(2, 3, 4, requires_grad=True))
+    before, version = qkv.detach().clone(), qkv._version
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        module.rotate_qkv_(qkv, torch.arange(6).view(3, 2))
+    assert torch.equal(qkv, before)
+    assert qkv._version == version
+
+
+def test_packed_projection_beside_its_base_in_one_storage_is_rotated_itself():
+    storage = double(72)
+    base, before = storage[:36].detach(), storage.clone()
+    qkv = base.as_strided((3, 3, 2, 2), (12, 4, 2, 1), 36)
+    assert qkv._base.data_ptr() != qkv.data_ptr()
+    positions, freqs = double(3, 2), double(2, 2, 1, requires_grad=True)
+    apply_rope_qkv_(qkv, positions, freqs)
+    assert torch.equal(storage[:36], before[:36])
+    assert torch.equal(qkv[:, 0], apply_rope(before[36:].view(3, 3, 2, 2)[:, 0], positions, freqs))
 
 
 def test_in_place_on_a_leaf_is_allowed_without_grad_mode():
@@ -836,6 +889,26 @@ def test_hessian_is_that_of_eager_mode():
     for row, expected_row in zip(actual, expected, strict=True):
         for a, b in zip(row, expected_row, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("varied", SUBSETS, ids=SUBSET_NAMES)
+@pytest.mark.parametrize(
+    "transforms",
+    [t for order in (2, 3) for t in itertools.product([jacfwd, jacrev], repeat=order)],
+    ids=lambda transforms: " of ".join(t.__name__ for t in transforms),
+)
+def test_higher_derivatives_are_the_same_in_any_order_of_modes(transforms, varied):
+    inputs = three_inputs()
+
+    def along(function, s):
+        return function(*(t * s if v else t for t, v in zip(inputs, varied, strict=True))).sin().sum()
+
+    derivative, s = partial(along, apply_rope), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    expected = along(reference.apply_rope, s)
+    for transform in reversed(transforms):
+        derivative = transform(derivative)
+        (expected,) = torch.autograd.grad(expected, s, create_graph=True)
+    torch.testing.assert_close(derivative(s.detach()), expected.detach(), rtol=1e-10, atol=1e-10)
 
 
 IN_DIMS = [

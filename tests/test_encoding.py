@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nd_rotary_encodings import (
     FreqGroupPattern,
@@ -923,6 +924,13 @@ def test_positions_that_require_grad_and_parameters_are_looked_at_too():
 def test_positions_are_not_looked_at_under_vmap():
     module, query = make(), torch.randn(2, 5, 24)
     assert not warnings_of(lambda: torch.vmap(module)(query, torch.rand(2, 5, 3) * 0.9 + 0.05))
+
+
+def test_make_fx_of_a_first_call_serves_other_positions():
+    module, query = make(), torch.randn(5, 24)
+    traced = make_fx(lambda positions: module(query, positions))(pixels(5, 3))
+    positions = pixels(5, 3)
+    assert torch.equal(traced(positions), module(query, positions))
 
 
 @pytest.mark.parametrize("which", range(4), ids=["query", "query_pos", "key", "key_pos"])

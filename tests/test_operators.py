@@ -457,6 +457,44 @@ def test_compiled_functions_have_the_bits_of_eager_mode(kind, layout, prefix):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo accesses it
+@pytest.mark.parametrize("embeddings_need_grad", [True, False])
+@pytest.mark.parametrize("used", ["result", "input"])
+@pytest.mark.parametrize("function", [apply_rope_, apply_rope_qkv_])
+def test_rotation_in_place_of_an_input_of_the_graph_has_its_gradients(function, used, embeddings_need_grad):
+    shape = (2, 5, 3, 2, 8) if function is apply_rope_qkv_ else (2, 5, 2, 8)
+    inputs = torch.randn(shape), torch.randn(5, 2), torch.randn(2, 2, 4)
+
+    def results(rotate):
+        x, positions, freqs = map(leaf, inputs)
+        rotated = x * 2 if embeddings_need_grad else x.detach() * 2
+        result = rotate(rotated, positions, freqs)
+        end = (result if used == "result" else rotated).pow(3).sum()
+        leaves = [x, positions, freqs] if embeddings_need_grad else [positions, freqs]
+        return [end.detach(), *torch.autograd.grad(end, leaves)]
+
+    assert_same_bits(results(compiled(function)), results(function))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_gradients_of_a_packed_projection_are_right_where_it_is_changed_later():
+    """Eager mode refuses it; a compiler sees only values."""
+    inputs = torch.randn(5, 3, 2, 8), torch.randn(5, 2), torch.randn(2, 2, 4)
+
+    def packed(qkv, positions, freqs):
+        return apply_rope_qkv_(qkv * 2, positions, freqs).mul_(3)
+
+    def parts(qkv, positions, freqs):
+        q, k, v = (qkv * 2).unbind(1)
+        rotated = [apply_rope(x, positions, freqs) for x in (q, k)]
+        return torch.stack([*rotated, v], 1) * 3
+
+    results = [results_and_gradients(f, inputs) for f in (compiled(packed), parts)]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor_attention_with_a_packed_projection_is_eager_attention():
     torch.manual_seed(0)
     project = nn.Linear(16, 48)
