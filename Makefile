@@ -10,7 +10,7 @@ SECONDS ?= 600
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=build/sanitize \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 
-.PHONY: demo test test-arm test-cuda cuda gpu-check sanitize fuzz lint format bench docs notebooks wheel clean
+.PHONY: demo test test-arm test-cuda cuda gpu-check sanitize fuzz lint format bench docs notebooks wheel test-wheel clean
 
 # Writes vit.png
 demo: $(VENV)/demo
@@ -37,11 +37,14 @@ test-cuda: $(VENV)/test
 	ND_ROTARY_EMULATION=$(EMULATION) $(BIN)/python -m pytest -n $(JOBS) -q $(addprefix tests/test_,\
 		rotate.py precision.py functional.py autograd.py operators.py encoding.py errors.py same_bits.py)
 
-# All architectures, warnings and spilled registers as errors. The compiler comes from PyPI where there is none
+# The CUDA compiler comes from PyPI where there is none
 CUDA_PACKAGES := nvcc crt runtime cccl
+NVCC = command -v nvcc || command -v $(CUDA_HOME)/bin/nvcc || command -v /usr/local/cuda/bin/nvcc || \
+	$(BIN)/pip install -q 'nvidia-nvvm>=13,<13.1' $(CUDA_PACKAGES:%='nvidia-cuda-%>=13,<13.1')
+
+# All architectures, warnings and spilled registers as errors
 cuda: $(VENV)/python
-	command -v nvcc || command -v $(CUDA_HOME)/bin/nvcc || command -v /usr/local/cuda/bin/nvcc || \
-		$(BIN)/pip install -q 'nvidia-nvvm>=13,<13.1' $(CUDA_PACKAGES:%='nvidia-cuda-%>=13,<13.1') || \
+	$(NVCC) || \
 		{ echo "no nvcc here and none to install: the CUDA kernels are not compiled"; exit 0; }; \
 	ND_ROTARY_CUDA=1 $(BIN)/python setup.py -q build_cuda
 
@@ -82,9 +85,29 @@ bench: $(VENV)/test
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
-wheel: $(VENV)/python
-	$(BIN)/pip install -q build
-	$(BIN)/python -m build
+# sdist and, from that, a wheel in dist/, audited. Its manylinux is that of this machine's glibc
+WHEEL := build/wheel
+wheel: $(VENV)/release
+	$(NVCC)
+	rm -rf dist $(WHEEL)
+	ND_ROTARY_CUDA=1 $(BIN)/python -m build --no-isolation --outdir $(WHEEL)
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir dist $(WHEEL)/*.whl
+	mv $(WHEEL)/*.tar.gz dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/abi3audit --strict --summary dist/*.whl
+	$(BIN)/python -m zipfile -e dist/*.whl $(WHEEL)
+	$(BIN)/torch-abi-audit --check both ./$(WHEEL)/nd_rotary_encodings
+	find dist -size +3M | (! grep .)
+
+# That wheel in a new environment of PYTHON, and the tests of the sdist there, away from the package's source
+TEST_WHEEL := build/test_wheel
+test-wheel:
+	rm -rf $(TEST_WHEEL)
+	$(PYTHON) -m venv $(TEST_WHEEL)/venv
+	tar xf dist/*.tar.gz -C $(TEST_WHEEL) --strip-components 1
+	rm -r $(TEST_WHEEL)/nd_rotary_encodings
+	$(TEST_WHEEL)/venv/bin/pip install -q $(TORCH) "$$(ls dist/*.whl)[test]"
+	cd $(TEST_WHEEL) && venv/bin/pytest -n $(JOBS) -q
 
 $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -92,7 +115,7 @@ $(VENV)/python:
 	touch $@
 
 # CUDA kernels take a minute to compile, each time, and no test without a GPU needs them: `make cuda` compiles them
-$(VENV)/test $(VENV)/demo $(VENV)/docs $(VENV)/lint build/sanitize: export ND_ROTARY_CUDA := 0
+$(VENV)/test $(VENV)/demo $(VENV)/docs $(VENV)/lint $(VENV)/release build/sanitize: export ND_ROTARY_CUDA := 0
 
 # ND_ROTARY_WERROR: warnings of the C compiler are errors here, not for users
 $(VENV)/test: $(VENV)/python $(BUILD_INPUTS)
@@ -114,6 +137,10 @@ $(VENV)/docs: $(VENV)/test pyproject.toml
 
 $(VENV)/lint: $(VENV)/test pyproject.toml
 	$(BIN)/pip install -q -e '.[lint]'
+	touch $@
+
+$(VENV)/release: $(VENV)/python $(BUILD_INPUTS)
+	$(BIN)/pip install -q -e '.[release]'
 	touch $@
 
 clean:
