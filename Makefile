@@ -85,7 +85,7 @@ bench: $(VENV)/test
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
-# sdist and, from that, a wheel in dist/, audited. Its manylinux is that of this machine's glibc
+# sdist and, from that, a wheel in dist/, audited. Its manylinux is as new as this machine's glibc
 WHEEL := build/wheel
 wheel: $(VENV)/release
 	$(NVCC)
