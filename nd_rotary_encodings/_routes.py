@@ -97,19 +97,20 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
 
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
-    if is_distributed(x, positions, freqs):
-        return x.copy_(rotate_any(x, positions, freqs, settings))
-    if needs_definition(x, positions, freqs):
-        # of a clone, as the definition's backward needs the values that are overwritten
-        return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
-    if is_transformed():
-        return x.copy_(rotate_any(x, positions, freqs, settings))
-    if is_traced():
-        if _records(x, positions, freqs) or torch.compiler.is_exporting():
-            # decompositions() reaches functional operators only
-            return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
-        torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
-        return x
+    if not is_plain(x, positions, freqs):
+        if is_distributed(x, positions, freqs):
+            return x.copy_(rotate_any(x, positions, freqs, settings))
+        if needs_definition(x, positions, freqs):
+            # of a clone, as the definition's backward needs the values that are overwritten
+            return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
+        if is_transformed():
+            return x.copy_(rotate_any(x, positions, freqs, settings))
+        if is_traced():
+            if _records(x, positions, freqs) or torch.compiler.is_exporting():
+                # decompositions() reaches functional operators only
+                return x.copy_(_ops.apply_rope(x, positions, freqs, *settings))
+            torch.ops.nd_rotary._rotate_(x, positions, freqs, *settings)
+            return x
     if is_legacy_batchedtensor(x):  # autograd.grad(is_grads_batched=True) lets no operator of ours write
         return x.copy_(rotate_any(x, positions, freqs, settings))
     if _records(x, positions, freqs):
