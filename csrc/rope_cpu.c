@@ -1,6 +1,7 @@
 /* The CPU backend: picks an instruction set once, cuts a call into units of work, adds up partial gradients. */
 #include "rope_plan.h"
 #include "rope_scalar.h"
+#include "rope_sizes.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -67,17 +68,6 @@ int rope_cpu_force_isa(const char *name) {
     if (name && !isa) return -1;
     __atomic_store_n(&active, isa, __ATOMIC_RELAXED);
     return 0;
-}
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-static int64_t product(int dims, const int64_t *size) {
-    int64_t count = 1;
-    for (int d = 0; d < dims; d++)
-        count *= size[d];
-    return count;
 }
 
 /* Chooses chunks and units from sizes alone. Tables of 64 KiB wait in a second-level cache, so that rows are read and

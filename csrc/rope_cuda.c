@@ -2,19 +2,9 @@
 #include "rope_cuda.h"
 
 #include "rope_driver.h"
+#include "rope_sizes.h"
 
 #include <string.h>
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-static int64_t product(int dims, const int64_t *size) {
-    int64_t count = 1;
-    for (int d = 0; d < dims; d++)
-        count *= size[d];
-    return count;
-}
 
 static const int64_t element_size[ROPE_EMBEDDING_DTYPES] = {
     [ROPE_F32] = 4, [ROPE_F64] = 8, [ROPE_F16] = 2, [ROPE_BF16] = 2};
