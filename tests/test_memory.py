@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import EMULATION
+from conftest import EMULATION, saved_storages
 from torch import nn
 
 from nd_rotary_encodings import RoPEEncodingND
@@ -64,18 +64,6 @@ def test_backward_allocates_its_gradients_and_nothing_else():
     rotated = module(query, positions)
     expected = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
     assert allocated_bytes(lambda: torch.autograd.grad(rotated, leaves, gradient)) == expected
-
-
-def saved_storages(call):
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = call()
-    return saved, result
 
 
 @pytest.mark.parametrize("options", [{}, {"use_checkpointing": True}], ids=str)
