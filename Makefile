@@ -77,12 +77,17 @@ format: $(VENV)/lint
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(C_FILES)
 
+# Half an hour; writes benchmarks/results. PEERS: a folder of checkouts to compare with, see benchmarks/peers.py
+PEERS := peers
 bench: $(VENV)/test
-	$(BIN)/python benchmarks/op.py
-	$(BIN)/python benchmarks/layer.py
+	$(BIN)/python benchmarks/op.py --output benchmarks/results
+	$(BIN)/python benchmarks/peers.py --output benchmarks/results --peers $(PEERS)
+	$(BIN)/python benchmarks/scaling.py --output benchmarks/results
+	$(BIN)/python benchmarks/layer.py --output benchmarks/results
 
 # The site, into site/
 docs: $(VENV)/docs
+	$(BIN)/python benchmarks/plots.py docs/plots
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
 # sdist and, from that, a wheel in dist/, audited. Its manylinux is as new as this machine's glibc
@@ -144,5 +149,5 @@ $(VENV)/release: $(VENV)/python $(BUILD_INPUTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache *.png
+	rm -rf $(VENV) build dist site docs/plots *.egg-info nd_rotary_encodings/*.so .hypothesis .pytest_cache .ruff_cache *.png
 	find . -name __pycache__ -prune -exec rm -rf {} +

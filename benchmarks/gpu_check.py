@@ -136,23 +136,9 @@ class Row:
     call: Callable[[], object]
 
 
-def rotate_by_table(layout: str):
-    """What a user would write: real-valued, given cos and sin ``[N, H, F]``."""
-    import torch
-
-    def rotate(x, cos, sin):
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        if layout == "half":
-            x0, x1 = x.chunk(2, dim=-1)
-            return torch.cat((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1)
-        x0, x1 = x[..., 0::2], x[..., 1::2]
-        return torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1).flatten(-2)
-
-    return rotate
-
-
 def rows(x, positions, freqs) -> Iterator[Row]:
     """Every row's inputs are those of its layout; a rival that isn't there or fails leaves its rows out."""
+    import definitions
     import torch
 
     from nd_rotary_encodings import apply_rope, apply_rope_, reference
@@ -184,45 +170,36 @@ def rows(x, positions, freqs) -> Iterator[Row]:
     )
     yield Row("forward + backward: x, freqs, positions", None, train(apply_rope, leaf, moving, learned))
 
-    angles = (positions[..., None, None] * freqs).sum(-3)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = (t.to(x.dtype) for t in definitions.cos_sin(positions, freqs))
+    for layout, by_table in (
+        ("interleaved", definitions.rotate_interleaved),
+        ("half", definitions.rotate_half),
+    ):
 
-    def from_positions(layout):
-        table = rotate_by_table(layout)
+        def by_position(x, positions, freqs, by_table=by_table):
+            return by_table(x, *definitions.cos_sin(positions, freqs))
 
-        def rotate(x, positions, freqs):
-            angles = (positions[..., None, None] * freqs).sum(-3)
-            return table(x, angles.cos(), angles.sin())
-
-        return rotate
-
-    for layout in ("interleaved", "half"):
-        by_table = torch.compile(rotate_by_table(layout), dynamic=False)
-        by_position = torch.compile(from_positions(layout), dynamic=False)
-        yield Row(f"torch.compile, {layout}, table", None, lambda f=by_table: f(x, cos, sin))
-        yield Row(f"torch.compile, {layout}", None, lambda f=by_position: f(x, positions, freqs))
-        yield Row(
-            f"torch.compile, {layout}, forward + backward: x, table", None, train(by_table, leaf, cos, sin)
-        )
-        yield Row(
-            f"torch.compile, {layout}, forward + backward: x, freqs",
-            None,
-            train(by_position, leaf, positions, learned),
-        )
-    yield Row("eager, half, table", None, lambda: rotate_by_table("half")(x, cos, sin))
+        table = torch.compile(by_table, dynamic=False)
+        formed = torch.compile(by_position, dynamic=False)
+        name = f"torch.compile, {layout}"
+        yield Row(f"{name}, table", None, lambda f=table: f(x, cos, sin))
+        yield Row(name, None, lambda f=formed: f(x, positions, freqs))
+        yield Row(f"{name}, forward + backward: x, table", None, train(table, leaf, cos, sin))
+        yield Row(f"{name}, forward + backward: x, freqs", None, train(formed, leaf, positions, learned))
+    yield Row("eager, half, table", None, lambda: definitions.rotate_half(x, cos, sin))
     yield Row("eager reference in float64", None, lambda: reference.apply_rope(x, positions, freqs))
 
     with contextlib.suppress(ImportError):
         from flash_attn.ops.triton.rotary import apply_rotary
 
-        table = cos[:, 0].to(x.dtype).contiguous(), sin[:, 0].to(x.dtype).contiguous()
+        table = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         yield Row("flash-attn, half, table", None, lambda: apply_rotary(x, *table))
         yield Row("flash-attn, interleaved, table", None, lambda: apply_rotary(x, *table, interleaved=True))
     with contextlib.suppress(ImportError):
         from liger_kernel.ops.rope import LigerRopeFunction
 
         query, key = x.transpose(1, 2), x[:, :, :1].transpose(1, 2)
-        doubled = [torch.cat((t[:, 0], t[:, 0]), -1)[None].to(x.dtype) for t in (cos, sin)]
+        doubled = [torch.cat((t[:, 0], t[:, 0]), -1)[None] for t in (cos, sin)]
         yield Row("Liger, half, table, in place", None, lambda: LigerRopeFunction.apply(query, key, *doubled))
 
 

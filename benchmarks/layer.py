@@ -1,15 +1,15 @@
 """One multi-head attention layer without RoPE, with ours, and with the definition as users write it.
 
-    python benchmarks/layer.py [--quick] [--threads N] [--sizes 16 32 64] [--batch 4] [--output FILE.csv]
+    python benchmarks/layer.py [--quick] [--threads N] [--instruction-set NAME] [--output FOLDER]
+                               [--sizes 16 32 64] [--batch 4] [--dtype bfloat16]
 
-float32, 256 channels, 8 heads, learned frequencies per head, size x size tokens; eager and compiled,
-inference and training (forward, and backward to all parameters and the tokens). All variants take turns. Unit
-of time and of peak memory: the layer without RoPE, in the same mode. README.md beside this file says how to
-read the numbers.
+256 channels, 8 heads, learned frequencies per head, size x size tokens; eager and compiled, inference and
+training (forward, and backward to all parameters and the tokens). All variants take turns. Unit of time and
+of peak memory: the layer without RoPE, in the same mode. README.md beside this file says how to read the
+numbers.
 """
 
-import statistics
-
+import definitions
 import measure
 import torch
 from torch import Tensor, nn
@@ -55,35 +55,22 @@ class OursPacked(Attention):
 
 
 class Definition(Attention):
-    """Real-valued, interleaved pairs."""
+    """As users write it."""
 
-    def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        cos, sin = angles.cos(), angles.sin()
-        x0, x1 = x[..., 0::2], x[..., 1::2]
-        return torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1).flatten(-2)
+    rotate = staticmethod(definitions.rotate_interleaved)
 
     def rotated(self, tokens, positions):
         query, key, value = super().rotated(tokens, positions)
-        angles = (positions[..., None, None] * self.rope.freqs[0]).sum(-3)
-        return self.rotate(query, angles), self.rotate(key, angles), value
+        table = definitions.cos_sin(positions, self.rope.freqs[0])
+        return self.rotate(query, *table), self.rotate(key, *table), value
 
 
 class DefinitionHalf(Definition):
-    """Real-valued, half-split pairs, which compilers vectorize."""
-
-    def rotate(self, x, angles):
-        cos, sin = angles.cos(), angles.sin()
-        x0, x1 = x.chunk(2, dim=-1)
-        return torch.cat((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1)
+    rotate = staticmethod(definitions.rotate_half)
 
 
 class DefinitionComplex(Definition):
-    """Complex numbers, as RoPE-Mixed (Heo et al., arXiv:2403.13298) was published."""
-
-    def rotate(self, x, angles):
-        turns = torch.polar(torch.ones_like(angles), angles)
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
+    rotate = staticmethod(definitions.rotate_complex)
 
 
 VARIANTS = {
@@ -96,16 +83,16 @@ VARIANTS = {
 }
 
 
-def calls(size: int, batch: int, compiled: bool, training: bool):
+def calls(size: int, batch: int, compiled: bool, training: bool, dtype: torch.dtype = torch.float32):
     """For each variant a function that does the work once."""
-    tokens = torch.randn(batch, size * size, E, requires_grad=training)
+    tokens = torch.randn(batch, size * size, E, dtype=dtype, requires_grad=training)
     positions = RoPEEncodingND.position_grid((1, size, size, E), dtype=torch.float32).view(1, size * size, 2)
     results = {}
     for name, variant in VARIANTS.items():
         if compiled and variant is DefinitionComplex:
             continue  # compilers leave complex numbers to eager code
         torch.manual_seed(0)
-        layer = variant()
+        layer = variant().to(dtype)
         run = torch.compile(layer, dynamic=False) if compiled else layer
 
         def call(layer=layer, run=run):
@@ -134,8 +121,10 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     about = measure.start(options)
+    dtype = getattr(torch, options.dtype)
     sizes, budget = ([8], 0) if options.quick else (options.sizes, 10)
     results = []
     check(calls(8, 2, False, False))
@@ -143,19 +132,13 @@ def main() -> None:
         for compiled in (False, True):
             for training in (False, True):
                 torch.compiler.reset()
-                rows = calls(size, options.batch, compiled, training)
-                for call in rows.values():
-                    call()
-                round_takes = sum(measure.seconds(call) for call in rows.values())
-                times = {name: [] for name in rows}
-                for _ in range(min(max(int(budget / round_takes), 5), 101)):
-                    for name, call in rows.items():
-                        times[name].append(measure.seconds(call))
+                rows = calls(size, options.batch, compiled, training, dtype)
+                times = measure.in_turn(rows, budget)
                 peaks = {name: measure.peak_bytes(call) for name, call in rows.items()}
                 unit, unit_peak = times["without RoPE"], peaks["without RoPE"]
                 mode = f"{'compiled' if compiled else 'eager'}, {'training' if training else 'inference'}"
                 print(
-                    f"\n{size} x {size} tokens, {mode}: {statistics.median(unit) * 1e3:.1f} ms, "
+                    f"\n{size} x {size} tokens, {mode}: {measure.median_ms(unit):.1f} ms, "
                     f"{unit_peak / 2**20:.1f} MiB without RoPE"
                 )
                 for name in rows:
@@ -171,15 +154,16 @@ def main() -> None:
                             **about,
                             "size": size,
                             "batch": options.batch,
+                            "dtype": options.dtype,
                             "mode": mode,
                             "variant": name,
                             **result,
-                            "unit_ms": statistics.median(unit) * 1e3,
+                            "unit_ms": measure.median_ms(unit),
                             "peak": peak,
                             "unit_peak_mib": unit_peak / 2**20,
                         }
                     )
-    measure.write(options.output, results)
+    measure.write(options.output, f"layer-{options.dtype}", results)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,22 @@ def seconds(call: Callable[[], object], inner: int = 1) -> float:
     return (time.perf_counter() - start) / inner
 
 
+def in_turn(calls: dict[str, Callable], budget: float, inner: int = 1) -> dict[str, list[float]]:
+    """Times of calls that take turns, 5 to 101 each, in about so many seconds."""
+    for call in calls.values():
+        call()
+    round_takes = sum(seconds(call, inner) for call in calls.values())
+    times = {name: [] for name in calls}
+    for _ in range(min(max(int(budget / round_takes), 5), 101)):
+        for name, call in calls.items():
+            times[name].append(seconds(call, inner))
+    return times
+
+
+def median_ms(times: list[float]) -> float:
+    return statistics.median(times) * 1e3
+
+
 def ratio_to(unit: list[float], times: list[float]) -> dict[str, float]:
     """Median and quartiles in units, whose times were taken in turn."""
     low, middle, high = (quartile / statistics.median(unit) for quartile in statistics.quantiles(times, n=4))
@@ -46,7 +62,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="few repeats and small sizes: does it run?")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--instruction-set", help="one of those that `python -m nd_rotary_encodings` lists")
-    parser.add_argument("--output", type=Path, help="write the rows to this CSV file as well")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write the rows to a CSV file there")
     return parser
 
 
@@ -80,14 +96,17 @@ def keep_freed_memory() -> None:
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        here = Path(__file__).parent
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def write(path: Path | None, rows: list[dict[str, object]]) -> None:
-    if path:
+def write(folder: Path | None, name: str, rows: list[dict[str, object]]) -> None:
+    if folder:
+        path = folder / f"{name}-{platform.machine()}-{rows[0]['instruction_set']}.csv"
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
+        print(f"\nwritten: {path}")

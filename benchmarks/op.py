@@ -1,6 +1,6 @@
-"""The rotation alone against a copy of the same tensor, the reference, and compiled PyTorch, side by side.
+"""The rotation alone against a copy of the same tensor.
 
-    python benchmarks/op.py [--quick] [--threads N] [--instruction-set NAME] [--output FILE.csv]
+    python benchmarks/op.py [--quick] [--threads N] [--instruction-set NAME] [--output FOLDER]
 
 Unit: the median time of ``x.clone()`` of the row's own tensor, or of ``x.sin()`` for calls on a tiny tensor.
 A row and its unit take turns, so that a busy machine slows both. Each row is checked against the reference
@@ -63,21 +63,6 @@ def train(x: Tensor, positions: Tensor, freqs: Tensor, grad: Tensor, rotate=appl
 @torch.no_grad()
 def infer(module, *inputs):
     return module(*inputs)
-
-
-def compiled_definition(layout: str):
-    """What a user would write: real-valued, angles made from positions, given to torch.compile."""
-
-    def rotate(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-        angles = (positions[..., None, None] * freqs).sum(-3)
-        cos, sin = angles.cos(), angles.sin()
-        if layout == "half":
-            x0, x1 = x.chunk(2, dim=-1)
-            return torch.cat((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1)
-        x0, x1 = x[..., 0::2], x[..., 1::2]
-        return torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1).flatten(-2)
-
-    return torch.compile(rotate, dynamic=False)
 
 
 def forward_rows(x: Tensor, positions: Tensor, freqs: Tensor) -> Iterator[Row]:
@@ -146,32 +131,13 @@ def tiny_rows() -> Iterator[Row]:
         yield Row(work, at_most, call, x.sin, 21, 2000)
 
 
-def other_rows(x: Tensor, positions: Tensor, freqs: Tensor, quick: bool) -> Iterator[Row]:
-    grad = torch.randn_like(x)
-    yield Row("eager reference", None, lambda: reference.apply_rope(x, positions, freqs), x.clone, 5)
-    inputs = (x.clone().requires_grad_(), positions, freqs.clone().requires_grad_())
-    for layout in () if quick else ("half", "interleaved"):
-        rotate = compiled_definition(layout)
-        wanted = reference.apply_rope(x, positions, freqs, block=D if layout == "half" else 2)
-        assert (rotate(x, positions, freqs) - wanted).abs().max() < 1e-3
-        name = f"torch.compile, {layout}"
-        yield Row(name, None, lambda rotate=rotate: rotate(x, positions, freqs), x.clone, 21)
-        call = lambda rotate=rotate: train(*inputs, grad, rotate)  # noqa: E731
-        yield Row(f"{name}, forward + backward: x, freqs", None, call, x.clone, 11)
-
-
 def main() -> None:
     options = measure.parser(__doc__).parse_args()
     about = measure.start(options)
     print(f"{'':56}{'ratio':>8}{'quartiles':>16}{'at most':>9}{'unit':>12}")
     x, positions, freqs = torch.randn(B, N, H, D), grid(64), torch.randn(2, H, F) * 0.3
     results = []
-    for rows in (
-        forward_rows(x, positions, freqs),
-        backward_rows(x, positions, freqs),
-        tiny_rows(),
-        other_rows(x, positions, freqs, options.quick),
-    ):
+    for rows in (forward_rows(x, positions, freqs), backward_rows(x, positions, freqs), tiny_rows()):
         for row in rows:
             result = in_units(row, 3 if options.quick else row.repeats)
             quartiles = f"{result['low']:.2f} to {result['high']:.2f}"
@@ -180,7 +146,7 @@ def main() -> None:
             )
             print(f"{row.work:56}{numbers}", flush=True)
             results.append({**about, "work": row.work, "at_most": row.at_most, **result})
-    measure.write(options.output, results)
+    measure.write(options.output, "op", results)
 
 
 if __name__ == "__main__":
