@@ -1,5 +1,5 @@
-/* One element at a time: reading and writing any dtype, angles of any size. For the small operands; rows go through
- * vectors. Compiles as C and as CUDA, where all functions are for the device. */
+/* One element at a time: reading and writing any dtype, radians as half turns, offsets. For the small operands; rows
+ * go through vectors. Compiles as C and as CUDA, where all functions are for the device. */
 #ifndef ROPE_SCALAR_H
 #define ROPE_SCALAR_H
 

@@ -1,4 +1,4 @@
-/* Arithmetic of sizes, for what cuts a call into pieces: rope_cpu.c and rope_cuda.c. */
+/* Arithmetic of sizes, for what cuts a call into pieces. */
 #ifndef ROPE_SIZES_H
 #define ROPE_SIZES_H
 
