@@ -122,8 +122,7 @@ ROPE_INLINE void N(stage)(const rope_cuda_plan *plan, N(block) block, uint32_t a
             rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at).high, &high, &low);
         }
         REAL *const to = block.turns + (a * 2 * PAIRS + j) * lanes + lane;
-        to[0] = (REAL)high;
-        to[PAIRS * lanes] = (REAL)(sizeof(REAL) == 4 ? high - (double)(float)high + low : low);
+        NAME(rope_half_turns, R)(high, low, to, to + PAIRS * lanes);
     }
     const int narrow = sizeof(REAL) == 4 && freqs->dtype == ROPE_F64;
     ROPE_ROLLED
@@ -153,9 +152,9 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, uint32_t 
                            block.slots[lane].pair * freqs->pair;
         for (int j = 0; j < PAIRS; j++) {
             double high, low;
+            REAL first, second;
             rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at + j * freqs->pair).high, &high, &low);
-            const REAL first = (REAL)high;
-            const REAL second = (REAL)(sizeof(REAL) == 4 ? high - (double)first + low : low);
+            NAME(rope_half_turns, R)(high, low, &first, &second);
             NAME(turn_add, R)(turns + j, 0, 1, 0, &first, &second);
             bound[j] = (REAL)(sizeof(REAL) == 4 && freqs->dtype == ROPE_F64 ? ROPE_INFINITY : fabs(high));
         }

@@ -40,6 +40,18 @@ ROPE_FUNCTION uint32_t rope_f32_to_bits(float value) {
     return bits;
 }
 
+ROPE_FUNCTION double rope_bits_to_f64(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+ROPE_FUNCTION uint64_t rope_f64_to_bits(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
 ROPE_FUNCTION float rope_f16_to_f32(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = (uint32_t)(half & 0x7fff) << 13;
     if (magnitude >= 0x0f800000) return rope_bits_to_f32(sign | (magnitude + 0x70000000)); /* inf, nan */
@@ -122,9 +134,15 @@ ROPE_FUNCTION void rope_half_turns(double radians, double *high, double *low) {
     *low = fma(radians, 0x1.45f306dc9c883p-2, -*high) + radians * -0x1.6b01ec5417056p-56;
 }
 
+/* That sum in one of them. */
 ROPE_FUNCTION void rope_half_turns_f32(double high, double low, float *high_f32, float *low_f32) {
     *high_f32 = (float)high;
     *low_f32 = (float)(high - (double)*high_f32 + low);
+}
+
+ROPE_FUNCTION void rope_half_turns_f64(double high, double low, double *high_f64, double *low_f64) {
+    *high_f64 = high;
+    *low_f64 = low;
 }
 
 ROPE_FUNCTION int64_t rope_offset(int dims, const int64_t *size, const int64_t *stride, int64_t index) {

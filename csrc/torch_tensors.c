@@ -1,5 +1,7 @@
 #include "torch_tensors.h"
 
+#include "rope_sizes.h"
+
 #include <string.h>
 
 static int64_t live_handles;
@@ -112,17 +114,9 @@ tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides,
     return t;
 }
 
-int64_t count_of(const tensor *t) {
-    int64_t count = 1;
-    for (int d = 0; d < t->dims; d++)
-        count *= t->sizes[d];
-    return count;
-}
+int64_t count_of(const tensor *t) { return product(t->dims, t->sizes); }
 
-size_t bytes_of(const tensor *t) {
-    static const size_t size[ROPE_UNSUPPORTED + 1] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 0};
-    return (size_t)count_of(t) * size[t->dtype];
-}
+size_t bytes_of(const tensor *t) { return (size_t)(count_of(t) * rope_size_of(t->dtype)); }
 
 void finish(call *c, torch_value *stack, const tensor *results, int result_count) {
     for (int i = 0; i < c->count; i++) {
