@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-C_FILES := $(wildcard csrc/*.c csrc/*.h csrc/*.cu tests/c/*.c tests/cuda_emulation/*)
+C_FILES := $(wildcard csrc/*.c csrc/*.h csrc/*.cu tests/c/*.c tests/c/*.h tests/cuda_emulation/*)
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*)
 JOBS ?= 2
 SECONDS ?= 600
