@@ -14,18 +14,13 @@ from typing import ClassVar
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
+SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("ND_ROTARY_SANITIZE") == "1" else []
 COMMON = ["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-fexceptions", "-ffp-contract=off"]
 if os.environ.get("ND_ROTARY_WERROR") == "1":
     COMMON += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
-if os.environ.get("ND_ROTARY_SANITIZE") == "1":
-    COMMON += [
-        "-O1",
-        "-g",
-        "-fno-omit-frame-pointer",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=all",
-        "-fno-wrapv",  # Python's own flags may have -fwrapv, and then no overflow is found
-    ]
+if SANITIZE:
+    COMMON += ["-O1", "-g", "-fno-omit-frame-pointer", *SANITIZE, "-fno-sanitize-recover=all"]
+    COMMON += ["-fno-wrapv"]  # Python's own flags may have -fwrapv, and then no overflow is found
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
@@ -39,7 +34,6 @@ instruction_sets = INSTRUCTION_SETS.get(machine, {"baseline": []})
 FLAGS = {f"csrc/rope_{name}.c": flags for name, flags in instruction_sets.items()}
 PARTS = ("module", "rope_cpu", "rope_cuda", "rope_driver", "rope_nvrtc")
 SOURCES = sorted([*(f"csrc/{part}.c" for part in PARTS), *glob("csrc/torch_*.c"), *FLAGS])
-
 
 CUDA_SOURCES = ["csrc/rope_cuda.cu", *sorted(glob("csrc/rope*.h"))]
 CUDA_ARCHITECTURES = "8.0+PTX;8.6;8.9;9.0;10.0;12.0"
@@ -154,17 +148,16 @@ class BuildExtension(build_ext):
 
 # The limited API gives one binary for every CPython; free-threaded builds have none.
 limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
-sanitize = ["-fsanitize=address,undefined"] if os.environ.get("ND_ROTARY_SANITIZE") == "1" else []
 
 setup(
     ext_modules=[
         Extension(
             "nd_rotary_encodings._C",
             sources=SOURCES,
-            depends=[os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".h")],
+            depends=glob("csrc/*.h"),
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
             extra_compile_args=COMMON,
-            extra_link_args=sanitize,
+            extra_link_args=SANITIZE,
             libraries=["m", "dl", "pthread"] if os.uname().sysname == "Linux" else [],
             py_limited_api=limited,
         )
