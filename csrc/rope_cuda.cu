@@ -45,9 +45,6 @@ ROPE_INLINE rope_offsets rope_offsets_of(int dims, const int64_t *size, const in
     return at;
 }
 
-#define ROPE_INFINITY ((double)rope_bits_to_f32(0x7f800000))
-#define ROPE_NAN ((double)rope_bits_to_f32(0x7fc00000))
-
 ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operand *operand, uint32_t token) {
     int64_t at = 0;
     ROPE_ROLLED
@@ -58,6 +55,9 @@ ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operan
     }
     return at;
 }
+
+#define ROPE_INFINITY ((double)rope_bits_to_f32(0x7f800000))
+#define ROPE_NAN ((double)rope_bits_to_f32(0x7fc00000))
 
 /* 1/pi, its bits behind the point, after six words of zeros: for exponents up to those of a product of doubles. */
 static __device__ const uint32_t rope_inverse_pi[] = {

@@ -1,6 +1,5 @@
 /* The part of the CUDA driver's interface that is used here, declared by hand and found in the driver's library at
- * first use: nothing of CUDA is needed to build this or to load it. Types, versions and numbers are those of cuda.h.
- */
+ * first use: building and loading this needs nothing of CUDA. Types, versions and numbers are those of cuda.h. */
 #ifndef ROPE_DRIVER_H
 #define ROPE_DRIVER_H
 
