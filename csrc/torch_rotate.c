@@ -40,6 +40,10 @@ static void split_heads(call *c, tensor *t, const settings *s) {
     t->dims++;
 }
 
+/* Which of so many dims of embeddings is that of heads, and of tokens. */
+static int head_at(int dims, const settings *s) { return dims - (s->head_first ? 3 : 2); }
+static int token_at(int dims, const settings *s) { return dims - (s->head_first ? 2 : 3); }
+
 /* The parts of a call by positions and frequencies; y and saved may be NULL. */
 typedef struct {
     const tensor *x, *y, *saved, *positions, *freqs, *grad_positions, *grad_freqs;
@@ -56,8 +60,7 @@ static void check_parts(call *c, const parts *p, const settings *s) {
     if (c->error) return;
     if (x->dims < 3 && (s->head_first || s->prefix)) fail(c, "embeddings need a dim of tokens");
     if (c->error) return;
-    const int head_at = s->head_first ? x->dims - 3 : x->dims - 2;
-    const int64_t heads = x->sizes[head_at], head_dim = x->sizes[x->dims - 1], pairs = freqs->sizes[2];
+    const int64_t heads = x->sizes[head_at(x->dims, s)], head_dim = x->sizes[x->dims - 1], pairs = freqs->sizes[2];
     if (freqs->sizes[0] < 1 || freqs->sizes[0] != positions->sizes[positions->dims - 1])
         fail(c, "freqs and positions must have the same number of axes, at least 1");
     if (freqs->sizes[1] != 1 && freqs->sizes[1] != heads)
@@ -66,16 +69,15 @@ static void check_parts(call *c, const parts *p, const settings *s) {
         fail(c, "the rotated channels must lie inside the head");
     if (s->block < 2 || s->block % 2 != 0 || (2 * pairs) % s->block != 0)
         fail(c, "the rotated channels must be whole blocks of an even number of channels");
-    if (s->prefix < 0 || (s->prefix && s->prefix > x->sizes[s->head_first ? x->dims - 2 : x->dims - 3]))
+    if (s->prefix < 0 || (s->prefix && s->prefix > x->sizes[token_at(x->dims, s)]))
         fail(c, "there are fewer tokens than prefix tokens");
 }
 
 /* Sizes and strides of the leading dims of an embedding tensor: all but heads and channels. */
-static int lead_of(const tensor *t, int head_first, int64_t *sizes, int64_t *strides) {
+static int lead_of(const tensor *t, const settings *s, int64_t *sizes, int64_t *strides) {
     int dims = 0;
-    const int head_at = head_first ? t->dims - 3 : t->dims - 2;
     for (int d = 0; d < t->dims - 1; d++)
-        if (d != head_at) {
+        if (d != head_at(t->dims, s)) {
             sizes[dims] = t->sizes[d];
             strides[dims++] = t->strides[d];
         }
@@ -91,7 +93,7 @@ static void broadcast(call *c, const parts *p, const settings *s, lead_dims *lea
     for (int w = 0; w < 3; w++) {
         int64_t sizes[ROPE_MAX_DIMS], strides[ROPE_MAX_DIMS];
         if (embeddings[w] && embeddings[w]->dims - 2 <= lead->dims)
-            add_lead(c, lead, w, lead_of(embeddings[w], s->head_first, sizes, strides), sizes, strides, s->prefix);
+            add_lead(c, lead, w, lead_of(embeddings[w], s, sizes, strides), sizes, strides, s->prefix);
     }
     for (int w = 0; w < 2; w++)
         if (positions[w])
@@ -103,7 +105,7 @@ static int has_broadcast_shape(call *c, const parts *p, const settings *s) {
     lead_dims lead = {0};
     int64_t sizes[ROPE_MAX_DIMS], strides[ROPE_MAX_DIMS];
     broadcast(c, p, s, &lead);
-    int same = lead.dims == lead_of(p->x, s->head_first, sizes, strides);
+    int same = lead.dims == lead_of(p->x, s, sizes, strides);
     for (int d = 0; same && d < lead.dims; d++)
         same = lead.size[d] == sizes[d] - (d == lead.dims - 1 ? s->prefix : 0);
     return same;
@@ -135,10 +137,8 @@ static void run_parts(call *c, const parts *p, const settings *s) {
     broadcast(c, p, s, &lead);
     if (c->error) return;
     const tensor *x = p->x;
-    const int head_at = s->head_first ? x->dims - 3 : x->dims - 2,
-              token_at = s->head_first ? x->dims - 2 : x->dims - 3;
     rope_args args = {.dtype = x->dtype,
-                      .heads = x->sizes[head_at],
+                      .heads = x->sizes[head_at(x->dims, s)],
                       .head_dim = x->sizes[x->dims - 1],
                       .pairs = p->freqs->sizes[2],
                       .rotary_offset = s->rotary_offset,
@@ -147,16 +147,18 @@ static void run_parts(call *c, const parts *p, const settings *s) {
                       .axes = p->freqs->sizes[0],
                       .freq_heads = p->freqs->sizes[1],
                       .saved_is_input = p->saved_is_input};
-    set_rope_tensor(&args.x, x, head_at);
-    if (p->y) set_rope_tensor(&args.y, p->y, p->y->dims - x->dims + head_at);
-    if (p->saved) set_rope_tensor(&args.saved, p->saved, p->saved->dims - x->dims + head_at);
+    const tensor *embeddings[] = {x, p->y, p->saved};
+    rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
+    for (int i = 0; i < 3; i++)
+        if (embeddings[i]) set_rope_tensor(rows[i], embeddings[i], head_at(embeddings[i]->dims, s));
     const int axis_at = p->positions->dims - 1;
     set_rope_operand(&args.positions, p->positions, axis_at, NONE, NONE);
     set_rope_operand(&args.freqs, p->freqs, 0, 1, 2);
     if (p->grad_positions) set_rope_operand(&args.grad_positions, p->grad_positions, axis_at, NONE, NONE);
     if (p->grad_freqs) set_rope_operand(&args.grad_freqs, p->grad_freqs, 0, 1, 2);
     if (s->prefix && p->y && p->y->data != x->data)
-        copy_prefix(c, &args, &lead, s->prefix, x->strides[token_at], p->y->strides[p->y->dims - x->dims + token_at]);
+        copy_prefix(c, &args, &lead, s->prefix, x->strides[token_at(x->dims, s)],
+                    p->y->strides[token_at(p->y->dims, s)]);
     if (s->prefix) {
         if (lead.size[lead.dims - 1] == 0) { /* all tokens are prefix tokens; a step past them may lead anywhere */
             if (p->grad_positions) fill_with_zeros(c, p->grad_positions);
@@ -164,11 +166,9 @@ static void run_parts(call *c, const parts *p, const settings *s) {
             return;
         }
         const size_t size = bytes_of(x) / (size_t)count_of(x);
-        const tensor *embeddings[] = {x, p->y, p->saved};
-        rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
         for (int i = 0; i < 3; i++)
             if (embeddings[i]) {
-                const int64_t stride = embeddings[i]->strides[embeddings[i]->dims - x->dims + token_at];
+                const int64_t stride = embeddings[i]->strides[token_at(embeddings[i]->dims, s)];
                 rows[i]->data = (char *)rows[i]->data + s->prefix * stride * (int64_t)size;
             }
     }
@@ -199,14 +199,14 @@ static tensor allocate_output(call *c, const parts *p, const settings *s) {
     if (c->error) return none;
     const tensor *x = p->x;
     int64_t sizes[ROPE_MAX_DIMS];
-    const int dims = lead.dims + 2, head_at = s->head_first ? dims - 3 : dims - 2;
+    const int dims = lead.dims + 2;
     if (dims > ROPE_MAX_DIMS) {
         fail(c, "the result would have more than 16 dimensions");
         return none;
     }
     for (int d = 0, from = 0; d < dims - 1; d++) {
-        if (d == head_at) {
-            sizes[d] = x->sizes[s->head_first ? x->dims - 3 : x->dims - 2];
+        if (d == head_at(dims, s)) {
+            sizes[d] = x->sizes[head_at(x->dims, s)];
             continue;
         }
         sizes[d] = lead.size[from++];
