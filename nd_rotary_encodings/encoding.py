@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 
 from . import functional
-from ._checks import EMBEDDING_DTYPES, check_broadcast, check_in_place, check_not_leaf, check_types, overlap
+from ._checks import (
+    EMBEDDING_DTYPES,
+    check_broadcast,
+    check_full_shape,
+    check_not_leaf,
+    check_own_memory,
+    check_types,
+    overlap,
+)
 from ._ops import DEFAULT_SETTINGS
 from ._routes import is_plain, rotate_any, rotate_any_
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
@@ -210,8 +218,8 @@ class RoPEEncodingND(nn.Module):
         if self.forward_only:
             return self._forward_only(query, query_pos, key, key_pos, freqs)
         try:
-            rotated = self._rotate(query, query_pos, freqs)
-            return rotated if key is None else (rotated, self._rotate(key, key_pos, freqs))
+            rotated = rotate_any(query, query_pos, freqs, self._settings)
+            return rotated if key is None else (rotated, rotate_any(key, key_pos, freqs, self._settings))
         except RuntimeError:
             self._check(query, query_pos, key, key_pos, freqs)
             raise
@@ -225,29 +233,22 @@ class RoPEEncodingND(nn.Module):
             self.shape_check(key, key_pos)
             check_types(key, key_pos, freqs, "key", "key_pos")
 
-    def _rotate(self, x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-        return rotate_any(x, positions, freqs, self._settings)
-
     def _forward_only(self, query, query_pos, key, key_pos, freqs):
         self._warn_of_detaching(6, query, query_pos, key, key_pos)
-        if self.inplace:
-            for x in (query,) if key is None else (query, key):
-                check_not_leaf(x)
         pairs = [(query, query_pos)] if key is None else [(query, query_pos), (key, key_pos)]
+        if self.inplace:
+            for (x, positions), name in zip(pairs, ("query", "key"), strict=False):
+                check_full_shape(x.shape[:-1], positions.shape[:-1], name, f"{name}_pos")
+                check_own_memory(x, name)
+                check_not_leaf(x)
+            if key is not None and overlap(query, key):
+                raise ValueError(
+                    "In place, expected query and key to share no memory, but their elements overlap"
+                )
+        rotate = rotate_any_ if self.inplace else rotate_any
         with torch.no_grad():
-            if not self.inplace:
-                rotated = [self._rotate(x, positions, freqs) for x, positions in pairs]
-            else:
-                for (x, positions), name in zip(pairs, ("query", "key"), strict=False):
-                    check_in_place(x, x.shape[:-1], positions.shape[:-1], name, f"{name}_pos")
-                if key is not None and overlap(query, key):
-                    raise ValueError(
-                        "In place, expected query and key to share no memory, but their elements overlap"
-                    )
-                rotated = [x for x, _ in pairs]
-                for x, positions in pairs:
-                    rotate_any_(x, positions, freqs, self._settings)
-        return rotated[0] if key is None else (rotated[0], rotated[1])
+            rotated = [rotate(x, positions, freqs, self._settings) for x, positions in pairs]
+        return rotated[0] if key is None else tuple(rotated)
 
     def rotate_qkv_(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """Rotates queries and keys inside a packed projection, in place, and leaves the values alone.
