@@ -248,7 +248,7 @@ class RoPEEncodingND(nn.Module):
         rotate = rotate_any_ if self.inplace else rotate_any
         with torch.no_grad():
             rotated = [rotate(x, positions, freqs, self._settings) for x, positions in pairs]
-        return rotated[0] if key is None else tuple(rotated)
+        return rotated[0] if key is None else (rotated[0], rotated[1])
 
     def rotate_qkv_(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """Rotates queries and keys inside a packed projection, in place, and leaves the values alone.
