@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 
 from . import functional
 from ._checks import (
@@ -18,7 +17,7 @@ from ._checks import (
     overlap,
 )
 from ._ops import DEFAULT_SETTINGS
-from ._routes import is_plain, rotate_any, rotate_any_
+from ._routes import is_plain, is_traced, is_transformed, rotate_any, rotate_any_
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
 
 
@@ -298,13 +297,13 @@ class RoPEEncodingND(nn.Module):
     def _check_positions(self, positions: Tensor, stacklevel: int) -> None:
         """Warns of normalized coordinates, where values can be read without disturbing anything."""
         if (
-            torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
+            is_traced()
+            or is_transformed()
             or torch._C._len_torch_dispatch_stack()  # make_fx, for one, lets no value be read
             or type(positions) not in (Tensor, nn.Parameter)
+            or positions.is_meta
+            or positions.layout != torch.strided
         ):
-            return
-        if peek_interpreter_stack() is not None or positions.is_meta or positions.layout != torch.strided:
             return
         if positions.is_cuda and torch.cuda.is_current_stream_capturing():
             return
