@@ -192,7 +192,9 @@ def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd:
         # the operator that writes has no derivative, and decompositions() reaches functional operators only
         recorded = recorded or is_transformed() or torch.compiler.is_exporting()
     if recorded:
-        return embeddings.copy_(_rotate(embeddings, rope_encoding))
+        # the gradient of the angles needs the values that are overwritten
+        values = embeddings.clone() if rope_encoding.requires_grad else embeddings
+        return embeddings.copy_(_rotate(values, rope_encoding))
     torch.ops.nd_rotary._rotate_by_angles_(embeddings, rope_encoding)
     if not torch.jit.is_scripting():
         torch.autograd.graph.increment_version(embeddings)
