@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import saved_storages
 from small_cases import CASES, double, every_case, every_qkv_case, every_subset, in_place_of, inputs_of
+from strategies import INTEGER_DTYPES, name
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
@@ -139,10 +140,7 @@ def test_frequency_gradient_does_not_lose_small_terms_among_many_tokens():
     assert grad_freqs.item() == pytest.approx(1 + 20000e-8, rel=1e-6)
 
 
-INTEGERS = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
-
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", INTEGER_DTYPES, ids=name)
 def test_training_with_integer_positions(dtype):
     positions = torch.arange(12).view(2, 3, 2)
     x, freqs = double(2, 3, 2, 4, requires_grad=True), double(2, 2, 2, requires_grad=True)

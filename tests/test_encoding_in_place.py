@@ -179,18 +179,12 @@ def test_overlap_of_query_and_key_is_fine_out_of_place():
     assert torch.equal(*module(query, positions, query))
 
 
-@pytest.mark.parametrize(
-    ("shape", "position_shape", "message"),
-    [
-        ((1, 5, 24), (4, 5, 3), "query needs the full shape"),
-        ((5, 24), (4, 5, 3), "query needs the full shape"),
-    ],
-)
-def test_in_place_refuses_to_broadcast_the_query(shape, position_shape, message):
+@pytest.mark.parametrize("shape", [(1, 5, 24), (5, 24)])
+def test_in_place_refuses_to_broadcast_the_query(shape):
     query = torch.randn(shape)
     before = query.clone()
-    with pytest.raises(ValueError, match=message):
-        make(forward_only=True, inplace=True)(query, pixels(*position_shape))
+    with pytest.raises(ValueError, match="query needs the full shape"):
+        make(forward_only=True, inplace=True)(query, pixels(4, 5, 3))
     assert torch.equal(query, before)
 
 

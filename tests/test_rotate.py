@@ -94,6 +94,7 @@ def test_other_channels_and_prefix_tokens_are_copied(instruction_set, call):
 @pytest.mark.parametrize("head_dim_first", [False, True], ids=["tokens_first", "heads_first"])
 def test_prefix_tokens_are_copied_however_few_tokens_follow(prefix, tokens, head_dim_first):
     x = torch.randn(2, prefix + tokens, 3, 4)
+    x[0, 0, 0, 0] = math.nan
     arranged = x.transpose(1, 2).contiguous() if head_dim_first else x
     y = apply_rope(
         arranged,
