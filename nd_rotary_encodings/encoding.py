@@ -129,7 +129,7 @@ class RoPEEncodingND(nn.Module):
             1 if self.share_heads else self.n_heads,
             self._pattern,
             self.enforce_freq_groups_equal,
-            self._base_theta if device.type != "meta" else self._base_theta.to("meta"),
+            self._base_theta,
             dtype=self.dtype,
             device=device,
         )
