@@ -75,12 +75,12 @@ def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
             f"{embeddings.shape} and {rope_encoding.shape}"
         )
     _check_dims(embeddings, "embeddings", 3)
-    if embeddings.size(-1) != rope_encoding.size(-1) * 2:
+    sizes, angle_sizes = embeddings.shape, rope_encoding.shape
+    if sizes[-1] != angle_sizes[-1] * 2:
         raise ValueError(
             "Expected rope_encoding to have last dimension equal to 1/2 embedding's head dim, got "
-            f"{rope_encoding.size(-1)} and {embeddings.size(-1)}"
+            f"{angle_sizes[-1]} and {sizes[-1]}"
         )
-    sizes, angle_sizes = embeddings.shape, rope_encoding.shape
     for d in range(len(sizes) - 1):
         a, b = sizes[d], angle_sizes[d]
         if a != b and b != 1 and (a != 1 or d == len(sizes) - 2):
