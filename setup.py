@@ -14,13 +14,19 @@ from typing import ClassVar
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("ND_ROTARY_SANITIZE") == "1" else []
 COMMON = ["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-fexceptions", "-ffp-contract=off"]
 if os.environ.get("ND_ROTARY_WERROR") == "1":
     COMMON += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
+SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("ND_ROTARY_SANITIZE") == "1" else []
 if SANITIZE:
-    COMMON += ["-O1", "-g", "-fno-omit-frame-pointer", *SANITIZE, "-fno-sanitize-recover=all"]
-    COMMON += ["-fno-wrapv"]  # Python's own flags may have -fwrapv, and then no overflow is found
+    COMMON += [
+        *SANITIZE,
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+        "-fno-sanitize-recover=all",
+        "-fno-wrapv",  # Python's own flags may have -fwrapv, and then no overflow is found
+    ]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
@@ -34,6 +40,7 @@ instruction_sets = INSTRUCTION_SETS.get(machine, {"baseline": []})
 FLAGS = {f"csrc/rope_{name}.c": flags for name, flags in instruction_sets.items()}
 PARTS = ("module", "rope_cpu", "rope_cuda", "rope_driver", "rope_nvrtc")
 SOURCES = sorted([*(f"csrc/{part}.c" for part in PARTS), *glob("csrc/torch_*.c"), *FLAGS])
+
 
 CUDA_SOURCES = ["csrc/rope_cuda.cu", *sorted(glob("csrc/rope*.h"))]
 CUDA_ARCHITECTURES = "8.0+PTX;8.6;8.9;9.0;10.0;12.0"
@@ -154,7 +161,7 @@ setup(
         Extension(
             "nd_rotary_encodings._C",
             sources=SOURCES,
-            depends=glob("csrc/*.h"),
+            depends=[os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".h")],
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
             extra_compile_args=COMMON,
             extra_link_args=SANITIZE,

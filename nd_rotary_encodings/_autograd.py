@@ -7,49 +7,9 @@ input: with ``g = dL/dy``, ``dL/dx`` is the inverse rotation of ``g`` and ``dL/d
 import torch
 from torch import Tensor
 
-from . import _ops, _routes, reference
+from . import _ops, _routes
 from ._ops import inverse_of
-from .reference import heads_last, pair_channels, queries_and_keys
-
-
-def _axis_sums(
-    angle_grad: Tensor, positions: Tensor, freqs: Tensor, needs
-) -> tuple[Tensor | None, Tensor | None]:
-    """From ``angle_grad`` ``[..., H, F]`` the gradients of ``positions`` ``[..., P]`` and ``freqs`` ``[P, H |
-    1, F]``."""
-    grad_positions = grad_freqs = None
-    if needs[0]:
-        sums = [(angle_grad * f).sum((-2, -1)) for f in freqs.to(angle_grad.dtype).unbind(0)]
-        grad_positions = torch.stack(sums, dim=-1).sum_to_size(positions.shape).to(positions.dtype)
-    if needs[1]:
-        sums = [
-            (angle_grad * p[..., None, None]).sum_to_size(freqs.shape[1:])
-            for p in positions.to(angle_grad.dtype).unbind(-1)
-        ]
-        grad_freqs = torch.stack(sums).to(freqs.dtype)
-    return grad_positions, grad_freqs
-
-
-def rotated_pairs(x: Tensor, pairs: int, settings: tuple) -> tuple[Tensor, Tensor]:
-    """The channels ``[..., N, H, F]`` of each pair that is rotated, in float32 at least."""
-    heads, block, rotary_offset, prefix, head_dim_first, _ = settings
-    x = heads_last(x, heads, head_dim_first)
-    if prefix:
-        x = x[..., prefix:, :, :]
-    return pair_channels(x.to(torch.promote_types(x.dtype, torch.float32)), pairs, block, rotary_offset)
-
-
-def gradients_by_definition(
-    grad: Tensor, y: Tensor, positions: Tensor, freqs: Tensor, settings: tuple, needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The backward of the rotation in plain PyTorch, for devices without a kernel."""
-    grad_x = reference.apply_rope(grad, positions, freqs, *inverse_of(settings)) if needs[0] else None
-    if not (needs[1] or needs[2]):
-        return grad_x, None, None
-    g0, g1 = rotated_pairs(grad, freqs.shape[-1], settings)
-    y0, y1 = rotated_pairs(y, freqs.shape[-1], settings)
-    angle_grad = g1 * y0 - g0 * y1
-    return grad_x, *_axis_sums(-angle_grad if settings[-1] else angle_grad, positions, freqs, needs[1:])
+from .reference import queries_and_keys
 
 
 def _sum_to(shape: torch.Size, grad: Tensor, settings) -> Tensor:
@@ -68,8 +28,9 @@ def gradients(
     """``(dL/dx, dL/dpositions, dL/dfreqs)``, None where not needed. ``y`` is only read for the latter two."""
     if y is None:
         y = grad
-    results = _routes.rotate_backward_any(grad, y, positions, freqs, settings, needs)
-    grad_x, grad_positions, grad_freqs = results
+    grad_x, grad_positions, grad_freqs = _routes.rotate_backward_any(
+        grad, y, positions, freqs, settings, needs
+    )
     if grad_x is not None and grad_x.shape != x_shape:
         grad_x = _sum_to(x_shape, grad_x, settings)
     return grad_x, grad_positions, grad_freqs
@@ -156,20 +117,6 @@ torch.library.register_autograd(
 )
 
 
-def angle_gradients_by_definition(
-    grad: Tensor, x: Tensor, angles: Tensor, needs
-) -> tuple[Tensor | None, Tensor | None]:
-    """The backward of the rotation by given angles in differentiable steps."""
-    grad_x = torch.ops.nd_rotary.rotate_embeddings(grad, -angles)
-    grad_angles = None
-    if needs[1]:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x0, x1 = pair_channels(x.to(dtype), angles.shape[-1], 2, 0)
-        g0, g1 = pair_channels(grad_x.to(dtype), angles.shape[-1], 2, 0)
-        grad_angles = (x0 * g1 - x1 * g0).sum_to_size(angles.shape).to(angles.dtype)
-    return grad_x if needs[0] else None, grad_angles
-
-
 def _rotate_embeddings_setup(ctx, inputs, output):
     x, angles = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, angles)
@@ -177,12 +124,14 @@ def _rotate_embeddings_setup(ctx, inputs, output):
 
 
 def _rotate_embeddings_backward(ctx, grad):
+    from .angles import rotate_embeddings_backward
+
     x, angles = ctx.saved_tensors
     needs = ctx.needs_input_grad
     x_full = grad if x is None else x.expand(grad.shape)
     # a rule for sharding can't tell what an operator without integers is asked for
     if torch.is_grad_enabled() or _routes.is_distributed(grad, x_full, angles):
-        grad_x, grad_angles = angle_gradients_by_definition(grad, x_full, angles, needs)
+        grad_x, grad_angles = rotate_embeddings_backward(grad, x_full, angles, *needs)
     else:
         results = _ops.rotate_by_angles_backward(grad, x_full, angles, *needs)
         grad_x, grad_angles = (r if need else None for r, need in zip(results, needs, strict=True))

@@ -139,11 +139,9 @@ def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
 
 
 def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
-    from ._autograd import gradients_by_definition
-
     _check_backends(grad, y, positions, freqs)
     settings, needs = settings_and_needs[:-3], settings_and_needs[-3:]
-    results = gradients_by_definition(grad, y, positions, freqs, settings, needs)
+    results = reference.apply_rope_backward(grad, y, positions, freqs, settings, needs)
     empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs)
     return tuple(e if r is None else _laid_out(r, e) for r, e in zip(results, empty, strict=True))
 
@@ -154,7 +152,7 @@ def _rotate_by_angles_fake(x, angles):
     return x.new_empty((*lead, *x.shape[-2:]))
 
 
-def _rotate_by_angles_definition(x, angles):
+def rotate_by_angles_definition(x, angles):
     _check_backends(x, angles)
     return reference.rotate_by_angles(x, angles).contiguous()
 
@@ -177,10 +175,10 @@ def _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles):
 
 
 def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
-    _check_backends(grad, x, angles)
-    from ._autograd import angle_gradients_by_definition
+    from .angles import rotate_embeddings_backward
 
-    results = angle_gradients_by_definition(grad, x, angles, (need_x, need_angles))
+    _check_backends(grad, x, angles)
+    results = rotate_embeddings_backward(grad, x, angles, need_x, need_angles)
     empty = _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles)
     return tuple(e if r is None else _laid_out(r, e) for r, e in zip(results, empty, strict=True))
 
@@ -193,8 +191,7 @@ def _calculate_angles_fake(positions, freqs):
 def calculate_angles_definition(positions, freqs):
     _check_backends(positions, freqs)
     wide = reference.wide_dtype(freqs.device)
-    freqs_wide = freqs.to(wide).sum(1)
-    return (positions.to(wide)[..., None, None] * freqs_wide).sum(-3).to(freqs.dtype)
+    return reference.sum_over_axes(positions, freqs.to(wide).sum(1), wide).to(freqs.dtype)
 
 
 _operator(
@@ -219,7 +216,7 @@ _operator(
 _operator(
     "(Tensor x, Tensor angles) -> Tensor",
     _rotate_by_angles_fake,
-    _rotate_by_angles_definition,
+    rotate_by_angles_definition,
     "_rotate_by_angles",
     "rotate_embeddings",
 )
@@ -260,6 +257,7 @@ def _with_negative_bit(op):
 _library.impl("_rotate_", _with_negative_bit(torch.ops.nd_rotary._rotate_), "Negative")
 _library.impl("_rotate_by_angles_", _with_negative_bit(torch.ops.nd_rotary._rotate_by_angles_), "Negative")
 
+# settings, here and elsewhere: the arguments after freqs, in the order of the schemas
 DEFAULT_SETTINGS = (0, 2, 0, 0, False, False)
 
 
