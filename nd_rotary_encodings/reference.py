@@ -64,7 +64,7 @@ def sum_over_axes(positions: Tensor, freqs: Tensor, dtype: torch.dtype) -> Tenso
 def sum_over_axes_backward(
     grad: Tensor, positions: Tensor, freqs: Tensor, need_positions: bool, need_freqs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Its gradients, contiguous, formed in the dtype of ``grad``. TorchScript compiles this, too."""
+    """Gradients of :func:`sum_over_axes`, formed in the dtype of ``grad``. TorchScript compiles this, too."""
     grad_positions: Tensor | None = None
     grad_freqs: Tensor | None = None
     if need_positions:
