@@ -35,7 +35,7 @@ test-arm:
 EMULATION := $(CURDIR)/build/tests_c/cuda/libemulation.so
 test-cuda: $(VENV)/test
 	$(MAKE) -C tests/c cuda
-	ND_ROTARY_EMULATION=$(EMULATION) $(BIN)/python -m pytest -n $(JOBS) -q $(call tests,rotate precision angles autograd \
+	ND_ROTARY_EMULATION=$(EMULATION) $(BIN)/python -m pytest -n $(JOBS) -q $(call tests,rotate queries_and_keys precision angles autograd \
 		transforms operators operator_limits compile subclasses encoding encoding_in_place encoding_state errors same_bits)
 
 # The CUDA compiler comes from PyPI where there is none
@@ -57,10 +57,10 @@ gpu-check:
 sanitize: build/sanitize
 	$(MAKE) -C tests/c sanitize cuda-sanitize
 	$(SANITIZED) $(BIN)/pytest -q -p no:randomly \
-		$(call tests,rotate precision same_bits angles errors operator_limits fuzz)
+		$(call tests,rotate queries_and_keys precision same_bits angles errors operator_limits fuzz)
 	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 		ND_ROTARY_EMULATION=$(CURDIR)/build/tests_c/cuda-sanitize/libemulation.so \
-		$(BIN)/pytest -q -p no:randomly $(call tests,rotate angles)
+		$(BIN)/pytest -q -p no:randomly $(call tests,rotate queries_and_keys angles)
 
 # Arbitrary calls on that build, for so many seconds
 fuzz: build/sanitize

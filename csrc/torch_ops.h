@@ -6,7 +6,7 @@
 #include "torch_abi.h"
 
 /* torch_rotate.c */
-torch_kernel kernel_rotate, kernel_rotate_, kernel_rotate_backward;
+torch_kernel kernel_rotate, kernel_rotate_, kernel_rotate_backward, kernel_rotate_qk, kernel_rotate_qk_backward;
 /* torch_angles.c */
 torch_kernel kernel_rotate_by_angles, kernel_rotate_by_angles_, kernel_rotate_by_angles_backward;
 torch_kernel kernel_calculate_angles;

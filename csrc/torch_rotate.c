@@ -1,4 +1,5 @@
 /* The ops that rotate by positions and frequencies. */
+#include "rope_sizes.h"
 #include "torch_backend.h"
 #include "torch_ops.h"
 #include "torch_rows.h"
@@ -125,14 +126,26 @@ static void copy_prefix(call *c, const rope_args *args, const lead_dims *lead, i
     memset(&copy.saved, 0, sizeof copy.saved);
     memset(&copy.grad_positions, 0, sizeof copy.grad_positions);
     memset(&copy.grad_freqs, 0, sizeof copy.grad_freqs);
-    copy.token_dims = copy.repeat_dims = 0;
     copy.pairs = 0;
     copy.axes = 1;
     set_rows(&copy, &rows);
     run_rows(c, &copy);
 }
 
-static void run_parts(call *c, const parts *p, const settings *s) {
+/* How many elements lie from one tensor to the other. */
+static int64_t step_between(const tensor *a, const tensor *b) {
+    return (int64_t)((intptr_t)b->data - (intptr_t)a->data) / rope_size_of(a->dtype);
+}
+
+/* Whether both are one tensor with one more dim. */
+static int lie_alike(const tensor *a, const tensor *b) {
+    return same_shape(a, b) && a->dtype == b->dtype &&
+           memcmp(a->strides, b->strides, (size_t)a->dims * sizeof *a->strides) == 0 &&
+           (intptr_t)a->data + step_between(a, b) * rope_size_of(a->dtype) == (intptr_t)b->data;
+}
+
+/* With `keys`, which lie alike, both are rotated, and gradients are sums over both. */
+static void run_parts(call *c, const parts *p, const parts *keys, const settings *s) {
     lead_dims lead = {0};
     broadcast(c, p, s, &lead);
     if (c->error) return;
@@ -151,6 +164,13 @@ static void run_parts(call *c, const parts *p, const settings *s) {
     rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
     for (int i = 0; i < 3; i++)
         if (embeddings[i]) set_rope_tensor(rows[i], embeddings[i], head_at(embeddings[i]->dims, s));
+    if (keys) {
+        const tensor *seconds[] = {keys->x, keys->y, keys->saved};
+        args.repeat_dims = 1;
+        args.repeat_size[0] = 2;
+        for (int i = 0; i < 3; i++)
+            if (embeddings[i]) rows[i]->repeat[0] = step_between(embeddings[i], seconds[i]);
+    }
     const int axis_at = p->positions->dims - 1;
     set_rope_operand(&args.positions, p->positions, axis_at, NONE, NONE);
     set_rope_operand(&args.freqs, p->freqs, 0, 1, 2);
@@ -165,11 +185,10 @@ static void run_parts(call *c, const parts *p, const settings *s) {
             if (p->grad_freqs) fill_with_zeros(c, p->grad_freqs);
             return;
         }
-        const size_t size = bytes_of(x) / (size_t)count_of(x);
         for (int i = 0; i < 3; i++)
             if (embeddings[i]) {
                 const int64_t stride = embeddings[i]->strides[token_at(embeddings[i]->dims, s)];
-                rows[i]->data = (char *)rows[i]->data + s->prefix * stride * (int64_t)size;
+                rows[i]->data = (char *)rows[i]->data + s->prefix * stride * rope_size_of(x->dtype);
             }
     }
     set_rows(&args, &lead);
@@ -216,20 +235,47 @@ static tensor allocate_output(call *c, const parts *p, const settings *s) {
     return allocate_like(c, x, dims, sizes, s);
 }
 
+/* The rotation of x into a new tensor, as far as before it runs. */
+static void prepare_rotation(call *c, parts *p, tensor *x, tensor *y, const settings *s) {
+    p->x = x;
+    split_heads(c, x, s);
+    check_parts(c, p, s);
+    if (!c->error) *y = allocate_output(c, p, s);
+    split_heads(c, y, s);
+    p->y = y;
+}
+
 /* rotate(x, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse) -> y */
 void kernel_rotate(torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     call c = {0};
     tensor x = take(&c, stack[0]), positions = take(&c, stack[1]), freqs = take(&c, stack[2]), y = {0};
     settings s = read_settings(stack + 3);
-    parts p = {.x = &x, .positions = &positions, .freqs = &freqs};
-    split_heads(&c, &x, &s);
-    check_parts(&c, &p, &s);
-    if (!c.error) y = allocate_output(&c, &p, &s);
-    split_heads(&c, &y, &s);
-    p.y = &y;
-    if (!c.error && count_of(&y) > 0) run_parts(&c, &p, &s);
+    parts p = {.positions = &positions, .freqs = &freqs};
+    prepare_rotation(&c, &p, &x, &y, &s);
+    if (!c.error && count_of(&y) > 0) run_parts(&c, &p, NULL, &s);
     finish(&c, stack, &y, 1);
+}
+
+/* rotate_qk(query, key, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse)
+ * -> (y_query, y_key) */
+void kernel_rotate_qk(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    call c = {0};
+    tensor query = take(&c, stack[0]), key = take(&c, stack[1]), results[2] = {{0}};
+    tensor positions = take(&c, stack[2]), freqs = take(&c, stack[3]);
+    settings s = read_settings(stack + 4);
+    parts queries = {.positions = &positions, .freqs = &freqs}, keys = queries;
+    prepare_rotation(&c, &queries, &query, &results[0], &s);
+    prepare_rotation(&c, &keys, &key, &results[1], &s);
+    const int some = !c.error && count_of(&results[0]) > 0, others = !c.error && count_of(&results[1]) > 0;
+    if (some && others && lie_alike(&query, &key) && lie_alike(&results[0], &results[1])) {
+        run_parts(&c, &queries, &keys, &s);
+    } else {
+        if (some) run_parts(&c, &queries, NULL, &s);
+        if (others) run_parts(&c, &keys, NULL, &s);
+    }
+    finish(&c, stack, results, 2);
 }
 
 /* rotate_(x, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse) */
@@ -244,8 +290,47 @@ void kernel_rotate_(torch_value *stack, uint64_t inputs, uint64_t outputs) {
     if (!c.error && !has_broadcast_shape(&c, &p, &s))
         fail(&c, "in place, positions may not have more or larger leading dims than the embeddings");
     write_to(&c, &x);
-    if (!c.error && count_of(&x) > 0) run_parts(&c, &p, &s);
+    if (!c.error && count_of(&x) > 0) run_parts(&c, &p, NULL, &s);
     finish(&c, stack, NULL, 0);
+}
+
+/* The backward of a rotation from y and its gradient to that of x, as far as before it runs. */
+static void prepare_backward(call *c, parts *p, tensor *grad, tensor *y, tensor *grad_x, const settings *s,
+                             int need_x) {
+    p->x = grad;
+    p->saved = y;
+    split_heads(c, grad, s);
+    split_heads(c, y, s);
+    check_parts(c, p, s);
+    if (!c->error && (!same_shape(grad, y) || grad->dtype != y->dtype))
+        fail(c, "the gradient must have the shape and dtype of the output");
+    if (!c->error && p->positions->dims - 1 > grad->dims - 2) fail(c, "positions have more dims than the gradient");
+    if (!c->error && !has_broadcast_shape(c, p, s)) fail(c, "the gradient must have the broadcast shape");
+    if (c->error || !need_x) {
+        *grad_x = allocate_gradient(c, y, 0);
+        return;
+    }
+    *grad_x = allocate_like(c, y, y->dims, y->sizes, s);
+    split_heads(c, grad_x, s);
+    p->y = grad_x;
+}
+
+/* Gradients of positions and frequencies into results[0] and [1]. */
+static void prepare_sums(call *c, parts *p, const torch_value *needs, tensor *results) {
+    const int need_positions = flag(needs[0]), need_freqs = flag(needs[1]);
+    if (need_positions && p->positions->dtype >= ROPE_EMBEDDING_DTYPES) fail(c, "integer positions have no gradient");
+    results[0] = allocate_gradient(c, need_positions ? p->positions : p->saved, need_positions);
+    results[1] = allocate_gradient(c, p->freqs, need_freqs);
+    if (need_positions) p->grad_positions = &results[0];
+    if (need_freqs) p->grad_freqs = &results[1];
+}
+
+static void run_backward(call *c, const parts *p, const parts *keys, const settings *s, tensor *sums) {
+    if (!c->error && count_of(p->x) > 0)
+        run_parts(c, p, keys, s);
+    else if (!c->error)
+        for (int i = 0; i < 2; i++)
+            fill_with_zeros(c, &sums[i]);
 }
 
 /* rotate_backward(grad, y, positions, freqs, heads, block, rotary_offset, num_prefix_tokens, head_first, inverse,
@@ -257,34 +342,32 @@ void kernel_rotate_backward(torch_value *stack, uint64_t inputs, uint64_t output
     tensor positions = take(&c, stack[2]), freqs = take(&c, stack[3]);
     settings s = read_settings(stack + 4);
     const torch_value *needs = stack + 4 + SETTINGS;
-    const int need_x = flag(needs[0]), need_positions = flag(needs[1]), need_freqs = flag(needs[2]);
-    parts p = {.x = &grad, .saved = &y, .positions = &positions, .freqs = &freqs};
+    parts p = {.positions = &positions, .freqs = &freqs};
     s.inverse = !s.inverse;
-    split_heads(&c, &grad, &s);
-    split_heads(&c, &y, &s);
-    check_parts(&c, &p, &s);
-    if (!c.error && (!same_shape(&grad, &y) || grad.dtype != y.dtype))
-        fail(&c, "the gradient must have the shape and dtype of the output");
-    if (!c.error && positions.dims - 1 > grad.dims - 2) fail(&c, "positions have more dims than the gradient");
-    if (!c.error && need_positions && positions.dtype >= ROPE_EMBEDDING_DTYPES)
-        fail(&c, "integer positions have no gradient");
-    if (!c.error && !has_broadcast_shape(&c, &p, &s)) fail(&c, "the gradient must have the broadcast shape");
-    if (!c.error && need_x)
-        results[0] = allocate_like(&c, &y, y.dims, y.sizes, &s);
-    else
-        results[0] = allocate_gradient(&c, &y, 0);
-    results[1] = allocate_gradient(&c, need_positions ? &positions : &y, need_positions);
-    results[2] = allocate_gradient(&c, &freqs, need_freqs);
-    if (need_x) {
-        split_heads(&c, &results[0], &s);
-        p.y = &results[0];
-    }
-    if (need_positions) p.grad_positions = &results[1];
-    if (need_freqs) p.grad_freqs = &results[2];
-    if (!c.error && count_of(&grad) > 0)
-        run_parts(&c, &p, &s);
-    else if (!c.error)
-        for (int i = 1; i < 3; i++)
-            fill_with_zeros(&c, &results[i]);
+    prepare_backward(&c, &p, &grad, &y, &results[0], &s, flag(needs[0]));
+    prepare_sums(&c, &p, needs + 1, &results[1]);
+    run_backward(&c, &p, NULL, &s, &results[1]);
     finish(&c, stack, results, 3);
+}
+
+/* rotate_qk_backward(grad_y_query, grad_y_key, y_query, y_key, positions, freqs, heads, block, rotary_offset,
+ *                    num_prefix_tokens, head_first, inverse, need_x, need_positions, need_freqs)
+ * -> (grad_query, grad_key, grad_positions, grad_freqs) */
+void kernel_rotate_qk_backward(torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    call c = {0};
+    tensor grad_query = take(&c, stack[0]), grad_key = take(&c, stack[1]), results[4] = {{0}};
+    tensor query = take(&c, stack[2]), key = take(&c, stack[3]);
+    tensor positions = take(&c, stack[4]), freqs = take(&c, stack[5]);
+    settings s = read_settings(stack + 6);
+    const torch_value *needs = stack + 6 + SETTINGS;
+    parts queries = {.positions = &positions, .freqs = &freqs}, keys = queries;
+    s.inverse = !s.inverse;
+    prepare_backward(&c, &queries, &grad_query, &query, &results[0], &s, flag(needs[0]));
+    prepare_backward(&c, &keys, &grad_key, &key, &results[1], &s, flag(needs[0]));
+    prepare_sums(&c, &queries, needs + 1, &results[2]);
+    if (!c.error && (!lie_alike(&grad_query, &grad_key) || !lie_alike(&query, &key)))
+        fail(&c, "queries and keys, and their gradients, must lie alike in memory");
+    run_backward(&c, &queries, &keys, &s, &results[2]);
+    finish(&c, stack, results, 4);
 }

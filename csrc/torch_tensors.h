@@ -18,7 +18,7 @@ typedef struct {
     const void *data;
 } tensor;
 
-enum { MAX_TENSORS = 10 };
+enum { MAX_TENSORS = 16 };
 
 /* One call: what must be freed, the device, which is that of the first tensor, and the first error. */
 typedef struct {

@@ -12,8 +12,10 @@ from ._ops import inverse_of
 from .reference import queries_and_keys
 
 
-def _sum_to(shape: torch.Size, grad: Tensor, settings) -> Tensor:
+def _sum_to(shape: torch.Size, grad: Tensor | None, settings) -> Tensor | None:
     """The sum over broadcast dims; after prefix tokens, one token alone may have been broadcast, too."""
+    if grad is None or grad.shape == shape:
+        return grad
     heads, _, _, prefix, head_dim_first, _ = settings
     token_dim = -2 if heads or head_dim_first else -3
     if prefix and grad.shape[token_dim] != shape[token_dim]:
@@ -31,9 +33,7 @@ def gradients(
     grad_x, grad_positions, grad_freqs = _routes.rotate_backward_any(
         grad, y, positions, freqs, settings, needs
     )
-    if grad_x is not None and grad_x.shape != x_shape:
-        grad_x = _sum_to(x_shape, grad_x, settings)
-    return grad_x, grad_positions, grad_freqs
+    return _sum_to(x_shape, grad_x, settings), grad_positions, grad_freqs
 
 
 class Rotate(torch.autograd.Function):
@@ -61,6 +61,54 @@ class Rotate(torch.autograd.Function):
         y, positions, freqs = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         return *gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None, None
+
+
+def gradients_qk(
+    grads, outputs, positions: Tensor, freqs: Tensor, settings: tuple, needs, shapes
+) -> list[Tensor | None]:
+    """Those of queries, keys, positions and freqs; ``grads`` and ``outputs`` are of the rotated two."""
+    if _routes.can_join(grads, outputs, positions, freqs):
+        if outputs[0] is None:  # and not read
+            outputs = grads
+        each = (needs[0] or needs[1], *needs[2:])
+        results = _ops.rotate_qk_backward(*grads, *outputs, positions, freqs, *settings, *each)
+        results = [r if n else None for r, n in zip(results, needs, strict=True)]
+        return [*map(_sum_to, shapes, results, (settings, settings)), *results[2:]]
+    of_x: list[Tensor | None] = [None, None]
+    sums: list[Tensor | None] = [None, None]
+    for i, (grad, y) in enumerate(zip(grads, outputs, strict=True)):
+        if grad is not None:
+            each = (needs[i], *needs[2:])
+            of_x[i], *more = gradients(grad, y, positions, freqs, settings, each, shapes[i])
+            sums = [b if a is None or b is None else a + b for a, b in zip(sums, more, strict=True)]
+    return [*of_x, *sums]
+
+
+def _qk_setup(ctx, inputs, output):
+    query, key, positions, freqs, *settings = inputs
+    outputs = output if any(ctx.needs_input_grad[2:4]) else (None, None)
+    ctx.save_for_backward(*outputs, positions, freqs)
+    ctx.settings, ctx.shapes = tuple(settings), (query.shape, key.shape)
+    ctx.set_materialize_grads(False)
+
+
+def _qk_backward(ctx, *grads):
+    *outputs, positions, freqs = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    results = gradients_qk(grads, outputs, positions, freqs, ctx.settings, needs[:4], ctx.shapes)
+    return *results, *[None] * (len(needs) - 4)
+
+
+class RotateQK(torch.autograd.Function):
+    """Eager training of queries and keys by the same positions, with cosines and sines formed once."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _ops.rotate_qk(*inputs)
+        _qk_setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_qk_backward)
 
 
 class RotatePacked(torch.autograd.Function):
@@ -114,6 +162,11 @@ def _apply_rope_backward(ctx, grad):
 
 torch.library.register_autograd(
     "nd_rotary::apply_rope", _apply_rope_backward, setup_context=_apply_rope_setup, lib=_ops._library
+)
+
+
+torch.library.register_autograd(
+    "nd_rotary::apply_rope_qk", _qk_backward, setup_context=_qk_setup, lib=_ops._library
 )
 
 

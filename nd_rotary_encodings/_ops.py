@@ -21,7 +21,7 @@ _ROTATE = (
     "int num_prefix_tokens=0, bool head_dim_first=False, bool inverse=False"
 )
 _ROTATE_BACKWARD = (
-    "Tensor grad, Tensor y, Tensor positions, Tensor freqs, int heads, int block, int rotary_offset, "
+    "Tensor positions, Tensor freqs, int heads, int block, int rotary_offset, "
     "int num_prefix_tokens, bool head_dim_first, bool inverse, "
     "bool need_x, bool need_positions, bool need_freqs"
 )
@@ -30,11 +30,12 @@ _library = torch.library.Library("nd_rotary", "DEF")
 _decompositions = {}
 
 
-def _operator(schema: str, shape_function, definition, *names: str) -> None:
+def _operator(
+    schema: str, shape_function, definition, *names: str, strides=torch.Tag.flexible_layout
+) -> None:
     for name in names:
-        # the kernels take any strides; without the tag Inductor would copy tensors into the strides it traced
-        tags = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
-        _library.define(name + schema, tags=tags)
+        # kernels take any strides; without the tag Inductor would copy tensors into the strides it traced
+        _library.define(name + schema, tags=(strides, torch.Tag.pt2_compliant_tag))
         _library.impl(name, definition, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nd_rotary::{name}", shape_function, lib=_library)
         operator = getattr(torch.ops.nd_rotary, name).default
@@ -146,6 +147,25 @@ def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
     return tuple(e if r is None else _laid_out(r, e) for r, e in zip(results, empty, strict=True))
 
 
+def _rotate_qk_fake(query, key, *arguments):
+    return _rotate_fake(query, *arguments), _rotate_fake(key, *arguments)
+
+
+def _rotate_qk_definition(query, key, *arguments):
+    return rotate_definition(query, *arguments), rotate_definition(key, *arguments)
+
+
+def _rotate_qk_backward_fake(grad_query, grad_key, y_query, y_key, *arguments):
+    grad_query, *sums = _rotate_backward_fake(grad_query, y_query, *arguments)
+    return grad_query, _rotate_backward_fake(grad_key, y_key, *arguments)[0], *sums
+
+
+def _rotate_qk_backward_definition(grad_query, grad_key, y_query, y_key, *arguments):
+    of_query = _rotate_backward_definition(grad_query, y_query, *arguments)
+    of_key = _rotate_backward_definition(grad_key, y_key, *arguments)
+    return of_query[0], of_key[0], of_query[1] + of_key[1], of_query[2] + of_key[2]
+
+
 def _rotate_by_angles_fake(x, angles):
     _check_backends(x, angles)
     lead = torch.broadcast_shapes(x.shape[:-2], angles.shape[:-2])
@@ -208,10 +228,25 @@ _operator(
     "_rotate_",
 )
 _operator(
-    f"({_ROTATE_BACKWARD}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor y, {_ROTATE_BACKWARD}) -> (Tensor, Tensor, Tensor)",
     _rotate_backward_fake,
     _rotate_backward_definition,
     "_rotate_backward",
+)
+_operator(
+    f"(Tensor query, Tensor key, {_ROTATE}) -> (Tensor, Tensor)",
+    _rotate_qk_fake,
+    _rotate_qk_definition,
+    "_rotate_qk",
+    "apply_rope_qk",
+)
+_operator(
+    f"(Tensor grad_query, Tensor grad_key, Tensor y_query, Tensor y_key, {_ROTATE_BACKWARD}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _rotate_qk_backward_fake,
+    _rotate_qk_backward_definition,
+    "_rotate_qk_backward",
+    strides=torch.Tag.needs_exact_strides,  # alike for queries and keys
 )
 _operator(
     "(Tensor x, Tensor angles) -> Tensor",
@@ -270,5 +305,8 @@ def inverse_of(settings: tuple) -> tuple:
 rotate = torch.ops.nd_rotary._rotate.default._op
 rotate_ = torch.ops.nd_rotary._rotate_.default._op
 rotate_backward = torch.ops.nd_rotary._rotate_backward.default  # Dynamo traces no `_op`
+rotate_qk = torch.ops.nd_rotary._rotate_qk.default._op
+rotate_qk_backward = torch.ops.nd_rotary._rotate_qk_backward.default
 rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.default
 apply_rope = torch.ops.nd_rotary.apply_rope.default
+apply_rope_qk = torch.ops.nd_rotary.apply_rope_qk.default

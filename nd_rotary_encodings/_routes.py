@@ -93,6 +93,39 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
     return _ops.apply_rope(x, positions, freqs, *settings)
 
 
+def rotate_qk(
+    query: Tensor, key: Tensor, positions: Tensor, freqs: Tensor, settings: tuple
+) -> tuple[Tensor, Tensor]:
+    """:func:`rotate_any` of both, with cosines and sines formed once for both where the kernels are used."""
+    records = _records(query, positions, freqs) or _records(key, positions, freqs)
+    # with a derivative, both results need gradients
+    if not records or query.requires_grad == key.requires_grad or _records(freqs, positions, freqs):
+        if is_plain(query, positions, freqs) and type(key) in _PLAIN_TYPES:
+            if records:
+                return _autograd.RotateQK.apply(query, key, positions, freqs, *settings)
+            return _ops.rotate_qk(query, key, positions, freqs, *settings)
+        tensors = (query, key, positions, freqs)
+        if not (is_transformed() or is_distributed(*tensors) or needs_definition(*tensors)):
+            return _ops.apply_rope_qk(*tensors, *settings)
+    return rotate_any(query, positions, freqs, settings), rotate_any(key, positions, freqs, settings)
+
+
+def can_join(grads, outputs, *others: Tensor) -> bool:
+    """Whether the backward of :func:`rotate_qk` can be one call of a kernel."""
+    return (
+        all(grad is not None for grad in grads)
+        and not torch.is_grad_enabled()
+        and not is_transformed()
+        and not is_distributed(*grads, *others)
+        and _lie_alike(*grads)
+        and (outputs[0] is None or _lie_alike(*outputs))
+    )
+
+
+def _lie_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
     if not is_plain(x, positions, freqs):

@@ -17,7 +17,7 @@ from ._checks import (
     overlap,
 )
 from ._ops import DEFAULT_SETTINGS
-from ._routes import is_plain, is_traced, is_transformed, rotate_any, rotate_any_
+from ._routes import is_plain, is_traced, is_transformed, rotate_any, rotate_any_, rotate_qk
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
 
 
@@ -185,7 +185,7 @@ class RoPEEncodingND(nn.Module):
             query_pos: ``[..., P]``, any real dtype, in true units, not normalized to [0, 1]. Leading dims
                 broadcast against those of ``query``, both ways.
             key: ``[..., E]``.
-            key_pos: ``[..., P]``. Default: ``query_pos``.
+            key_pos: ``[..., P]``. Default: ``query_pos``; then cosines and sines are formed once for both.
 
         Returns:
             The rotated query in its own dtype, or a tuple of query and key. With ``inplace`` the tensors
@@ -217,8 +217,7 @@ class RoPEEncodingND(nn.Module):
         if self.forward_only:
             return self._forward_only(query, query_pos, key, key_pos, freqs)
         try:
-            rotated = rotate_any(query, query_pos, freqs, self._settings)
-            return rotated if key is None else (rotated, rotate_any(key, key_pos, freqs, self._settings))
+            return self._rotate(query, query_pos, key, key_pos, freqs)
         except RuntimeError:
             self._check(query, query_pos, key, key_pos, freqs)
             raise
@@ -232,6 +231,12 @@ class RoPEEncodingND(nn.Module):
             self.shape_check(key, key_pos)
             check_types(key, key_pos, freqs, "key", "key_pos")
 
+    def _rotate(self, query, query_pos, key, key_pos, freqs):
+        if key is not None and key_pos is query_pos:
+            return rotate_qk(query, key, query_pos, freqs, self._settings)
+        rotated = rotate_any(query, query_pos, freqs, self._settings)
+        return rotated if key is None else (rotated, rotate_any(key, key_pos, freqs, self._settings))
+
     def _forward_only(self, query, query_pos, key, key_pos, freqs):
         self._warn_of_detaching(6, query, query_pos, key, key_pos)
         pairs = [(query, query_pos)] if key is None else [(query, query_pos), (key, key_pos)]
@@ -244,9 +249,10 @@ class RoPEEncodingND(nn.Module):
                 raise ValueError(
                     "In place, expected query and key to share no memory, but their elements overlap"
                 )
-        rotate = rotate_any_ if self.inplace else rotate_any
         with torch.no_grad():
-            rotated = [rotate(x, positions, freqs, self._settings) for x, positions in pairs]
+            if not self.inplace:
+                return self._rotate(query, query_pos, key, key_pos, freqs)
+            rotated = [rotate_any_(x, positions, freqs, self._settings) for x, positions in pairs]
         return rotated[0] if key is None else (rotated[0], rotated[1])
 
     def rotate_qkv_(self, qkv: Tensor, positions: Tensor) -> Tensor:

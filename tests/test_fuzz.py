@@ -165,6 +165,23 @@ def rotation(rng: random.Random, name: str) -> Call:
     return Call(name, [grad, *arguments, *needs])
 
 
+def rotation_of_two(rng: random.Random, name: str) -> Call:
+    single = rotation(rng, name.replace("_qk", ""))
+    if "backward" in name:
+        grad, y, *others = single.arguments
+        new = [values(rng, t.shape, t.dtype) for t in (grad, grad, y, y)]  # which lie alike
+        call = Call(name, [*new, *others])
+        at = rng.randrange(4)
+        if rng.random() < 0.2:
+            call.arguments[at] = placed(rng, new[at], True)
+            call.changed = True
+        return call
+    query, *others = single.arguments
+    kind = rng.random()
+    key = values(rng, query.shape, query.dtype if kind < 0.8 else rng.choice(EMBEDDING_DTYPES))
+    return Call(name, [query, key if kind < 0.5 else placed(rng, key, True), *others])
+
+
 def rotation_by_angles(rng: random.Random, name: str) -> Call:
     writes, backward = name == "_rotate_by_angles_", name == "_rotate_by_angles_backward"
     lead, n_heads, pairs = [size(rng) for _ in range(rng.randint(0, 3))], size(rng, most=3), size(rng, 0, 20)
@@ -195,6 +212,9 @@ OPERATORS = {
     "apply_rope": rotation,
     "_rotate_": rotation,
     "_rotate_backward": rotation,
+    "_rotate_qk": rotation_of_two,
+    "apply_rope_qk": rotation_of_two,
+    "_rotate_qk_backward": rotation_of_two,
     "_rotate_by_angles": rotation_by_angles,
     "rotate_embeddings": rotation_by_angles,
     "_rotate_by_angles_": rotation_by_angles,
@@ -461,10 +481,14 @@ def assert_gradients(
 def assert_result(call: Call, result, copies: list[Tensor], generator: random.Random) -> None:
     kind = OPERATORS[call.name]
     settings = [a for a in call.arguments if not isinstance(a, Tensor)]
-    if kind is rotation and not copies[-1].shape[-1]:
+    if kind in (rotation, rotation_of_two) and not copies[-1].shape[-1]:
         settings[1] = 2  # without pairs any block will do, and in the definition overflow
     eps = max(torch.finfo(t.dtype).eps for t in call.tensors if t.is_floating_point())
     if "backward" in call.name:
+        if kind is rotation_of_two:  # as one call with one more dim
+            copies = [torch.stack(copies[:2]), torch.stack(copies[2:4]), *copies[4:]]
+            of_x = torch.stack(result[:2]) if result[0].shape == copies[0].shape[1:] else result[0]
+            kind, result = rotation, (of_x, *result[2:])
         count = len(result)
         needs, settings = settings[-count:], settings[:-count]
         grad, x, *operands = copies
@@ -472,6 +496,10 @@ def assert_result(call: Call, result, copies: list[Tensor], generator: random.Ra
             x = reference.apply_rope(x, *operands, *settings[:-1], not settings[-1])
         results = [r if need else None for r, need in zip(result, needs, strict=True)]
         assert_gradients(kind, results, [x, *operands], settings, grad, eps)
+        return
+    if kind is rotation_of_two:
+        for y, x in zip(result, copies[:2], strict=True):
+            assert_rotated(y.detach(), [x, *copies[2:]], settings)
         return
     y = call.arguments[0] if call.writes else result
     if kind is calculation:

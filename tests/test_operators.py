@@ -82,6 +82,12 @@ def test_opcheck_of_apply_rope(arguments):
     opcheck(ops.apply_rope.default, with_grad(arguments()))
 
 
+@every_rotation
+def test_opcheck_of_apply_rope_qk(arguments):
+    x, *others = arguments()
+    opcheck(ops.apply_rope_qk.default, with_grad((x, x + 1, *others)))
+
+
 @every_rotation_by_angles
 def test_opcheck_of_rotate_embeddings(arguments):
     opcheck(ops.rotate_embeddings.default, with_grad(arguments()))
@@ -104,10 +110,13 @@ def test_opcheck_of_the_raw_rotations(name):
     opcheck_raw(ops._rotate.default, arguments, everything)
     y = ops._rotate(*arguments)
     opcheck_raw(ops._rotate_.default, (y.clone(), *arguments[1:]), everything)
+    opcheck_raw(ops._rotate_qk.default, (arguments[0], *arguments), everything)
     settings = (*arguments[3:], *DEFAULT_SETTINGS[len(arguments) - 3 :])
     for needs in ((True, arguments[1].is_floating_point(), True), (False, False, True), (True, False, False)):
         backward = (torch.randn_like(y), y, *arguments[1:3], *settings, *needs)
         opcheck_raw(ops._rotate_backward.default, backward, everything)
+        both = (backward[0], torch.randn_like(y), y, y + 1, *backward[2:])
+        opcheck_raw(ops._rotate_qk_backward.default, both, everything)
 
 
 @pytest.mark.parametrize("name", BY_ANGLES)
@@ -128,8 +137,8 @@ def test_opcheck_of_the_raw_angles(name):
 
 def test_operators_say_that_they_take_any_strides():
     """Else Inductor copies tensors into the strides that it traced."""
-    public = (ops.apply_rope, ops.rotate_embeddings, ops.calculate_rope)
-    rotations = (ops._rotate, ops._rotate_, ops._rotate_backward)
+    public = (ops.apply_rope, ops.apply_rope_qk, ops.rotate_embeddings, ops.calculate_rope)
+    rotations = (ops._rotate, ops._rotate_, ops._rotate_backward, ops._rotate_qk)
     by_angles = (ops._rotate_by_angles, ops._rotate_by_angles_, ops._rotate_by_angles_backward)
     for op in (*public, *rotations, *by_angles, ops._calculate_angles):
         assert torch.Tag.flexible_layout in op.default.tags
@@ -228,11 +237,17 @@ def test_definition_in_place_and_backward_have_the_values_of_the_kernel(argument
     needs = (True, arguments[1].is_floating_point(), True)
     backward = (torch.randn(y.shape).to(y.dtype), y, *arguments[1:], *needs)
     results = definition(ops._rotate_backward)(*backward), ops._rotate_backward(*backward)
-    for a, b in zip(*results, strict=True):
+    both = (backward[0], backward[0] * 2, y, y + 1, *backward[2:])
+    of_both = definition(ops._rotate_qk_backward)(*both), ops._rotate_qk_backward(*both)
+    rotated = definition(ops._rotate_qk)(y, y + 1, *arguments[1:]), ops._rotate_qk(y, y + 1, *arguments[1:])
+    for a, b in itertools.chain(*(zip(*pair, strict=True) for pair in (results, of_both))):
         assert shape_of(a) == shape_of(b)
         torch.testing.assert_close(
             a, b, rtol=1e-3 if b.dtype == torch.float16 else 2e-2 * tolerance + 1e-5, atol=1e-4
         )
+    for a, b in zip(*rotated, strict=True):
+        assert shape_of(a) == shape_of(b)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 @every_rotation_by_angles
