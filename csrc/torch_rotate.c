@@ -76,8 +76,9 @@ static void check_parts(call *c, const parts *p, const settings *s) {
 /* Sizes and strides of the leading dims of an embedding tensor: all but heads and channels. */
 static int lead_of(const tensor *t, const settings *s, int64_t *sizes, int64_t *strides) {
     int dims = 0;
+    const int heads = head_at(t->dims, s);
     for (int d = 0; d < t->dims - 1; d++)
-        if (d != head_at(t->dims, s)) {
+        if (d != heads) {
             sizes[dims] = t->sizes[d];
             strides[dims++] = t->strides[d];
         }
@@ -147,10 +148,9 @@ static void run_parts(call *c, const parts *p, const settings *s) {
                       .axes = p->freqs->sizes[0],
                       .freq_heads = p->freqs->sizes[1],
                       .saved_is_input = p->saved_is_input};
-    const tensor *embeddings[] = {x, p->y, p->saved};
-    rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
-    for (int i = 0; i < 3; i++)
-        if (embeddings[i]) set_rope_tensor(rows[i], embeddings[i], head_at(embeddings[i]->dims, s));
+    set_rope_tensor(&args.x, x, head_at(x->dims, s));
+    if (p->y) set_rope_tensor(&args.y, p->y, head_at(p->y->dims, s));
+    if (p->saved) set_rope_tensor(&args.saved, p->saved, head_at(p->saved->dims, s));
     const int axis_at = p->positions->dims - 1;
     set_rope_operand(&args.positions, p->positions, axis_at, NONE, NONE);
     set_rope_operand(&args.freqs, p->freqs, 0, 1, 2);
@@ -166,6 +166,8 @@ static void run_parts(call *c, const parts *p, const settings *s) {
             return;
         }
         const size_t size = bytes_of(x) / (size_t)count_of(x);
+        const tensor *embeddings[] = {x, p->y, p->saved};
+        rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
         for (int i = 0; i < 3; i++)
             if (embeddings[i]) {
                 const int64_t stride = embeddings[i]->strides[token_at(embeddings[i]->dims, s)];
