@@ -77,8 +77,9 @@ static void check_parts(call *c, const parts *p, const settings *s) {
 /* Sizes and strides of the leading dims of an embedding tensor: all but heads and channels. */
 static int lead_of(const tensor *t, const settings *s, int64_t *sizes, int64_t *strides) {
     int dims = 0;
+    const int heads = head_at(t->dims, s);
     for (int d = 0; d < t->dims - 1; d++)
-        if (d != head_at(t->dims, s)) {
+        if (d != heads) {
             sizes[dims] = t->sizes[d];
             strides[dims++] = t->strides[d];
         }
@@ -160,16 +161,15 @@ static void run_parts(call *c, const parts *p, const parts *keys, const settings
                       .axes = p->freqs->sizes[0],
                       .freq_heads = p->freqs->sizes[1],
                       .saved_is_input = p->saved_is_input};
-    const tensor *embeddings[] = {x, p->y, p->saved};
-    rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
-    for (int i = 0; i < 3; i++)
-        if (embeddings[i]) set_rope_tensor(rows[i], embeddings[i], head_at(embeddings[i]->dims, s));
+    set_rope_tensor(&args.x, x, head_at(x->dims, s));
+    if (p->y) set_rope_tensor(&args.y, p->y, head_at(p->y->dims, s));
+    if (p->saved) set_rope_tensor(&args.saved, p->saved, head_at(p->saved->dims, s));
     if (keys) {
-        const tensor *seconds[] = {keys->x, keys->y, keys->saved};
         args.repeat_dims = 1;
         args.repeat_size[0] = 2;
-        for (int i = 0; i < 3; i++)
-            if (embeddings[i]) rows[i]->repeat[0] = step_between(embeddings[i], seconds[i]);
+        args.x.repeat[0] = step_between(x, keys->x);
+        if (p->y) args.y.repeat[0] = step_between(p->y, keys->y);
+        if (p->saved) args.saved.repeat[0] = step_between(p->saved, keys->saved);
     }
     const int axis_at = p->positions->dims - 1;
     set_rope_operand(&args.positions, p->positions, axis_at, NONE, NONE);
@@ -185,6 +185,8 @@ static void run_parts(call *c, const parts *p, const parts *keys, const settings
             if (p->grad_freqs) fill_with_zeros(c, p->grad_freqs);
             return;
         }
+        const tensor *embeddings[] = {x, p->y, p->saved};
+        rope_tensor *rows[] = {&args.x, &args.y, &args.saved};
         for (int i = 0; i < 3; i++)
             if (embeddings[i]) {
                 const int64_t stride = embeddings[i]->strides[token_at(embeddings[i]->dims, s)];
