@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-C_FILES := $(wildcard csrc/*.c csrc/*.h csrc/*.cu tests/c/*.c tests/cuda_emulation/*)
+C_FILES := $(wildcard csrc/*.c csrc/*.h csrc/*.cu tests/c/*.c tests/c/*.h tests/cuda_emulation/*)
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*)
 JOBS ?= 2
 SECONDS ?= 600
+tests = $(1:%=tests/test_%.py)
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=build/sanitize \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 
@@ -34,8 +35,8 @@ test-arm:
 EMULATION := $(CURDIR)/build/tests_c/cuda/libemulation.so
 test-cuda: $(VENV)/test
 	$(MAKE) -C tests/c cuda
-	ND_ROTARY_EMULATION=$(EMULATION) $(BIN)/python -m pytest -n $(JOBS) -q $(addprefix tests/test_,\
-		rotate.py precision.py functional.py autograd.py operators.py encoding.py errors.py same_bits.py)
+	ND_ROTARY_EMULATION=$(EMULATION) $(BIN)/python -m pytest -n $(JOBS) -q $(call tests,rotate queries_and_keys precision angles autograd \
+		transforms operators operator_limits compile subclasses encoding encoding_in_place encoding_state errors same_bits)
 
 # The CUDA compiler comes from PyPI where there is none
 CUDA_PACKAGES := nvcc crt runtime cccl
@@ -56,11 +57,10 @@ gpu-check:
 sanitize: build/sanitize
 	$(MAKE) -C tests/c sanitize cuda-sanitize
 	$(SANITIZED) $(BIN)/pytest -q -p no:randomly \
-		tests/test_rotate.py tests/test_precision.py tests/test_same_bits.py tests/test_functional.py tests/test_errors.py \
-		tests/test_fuzz.py
+		$(call tests,rotate queries_and_keys precision same_bits angles errors operator_limits fuzz)
 	$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 		ND_ROTARY_EMULATION=$(CURDIR)/build/tests_c/cuda-sanitize/libemulation.so \
-		$(BIN)/pytest -q -p no:randomly tests/test_rotate.py tests/test_functional.py
+		$(BIN)/pytest -q -p no:randomly $(call tests,rotate queries_and_keys angles)
 
 # Arbitrary calls on that build, for so many seconds
 fuzz: build/sanitize

@@ -17,12 +17,13 @@ from setuptools.command.build_ext import build_ext
 COMMON = ["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-fexceptions", "-ffp-contract=off"]
 if os.environ.get("ND_ROTARY_WERROR") == "1":
     COMMON += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
-if os.environ.get("ND_ROTARY_SANITIZE") == "1":
+SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("ND_ROTARY_SANITIZE") == "1" else []
+if SANITIZE:
     COMMON += [
+        *SANITIZE,
         "-O1",
         "-g",
         "-fno-omit-frame-pointer",
-        "-fsanitize=address,undefined",
         "-fno-sanitize-recover=all",
         "-fno-wrapv",  # Python's own flags may have -fwrapv, and then no overflow is found
     ]
@@ -154,7 +155,6 @@ class BuildExtension(build_ext):
 
 # The limited API gives one binary for every CPython; free-threaded builds have none.
 limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
-sanitize = ["-fsanitize=address,undefined"] if os.environ.get("ND_ROTARY_SANITIZE") == "1" else []
 
 setup(
     ext_modules=[
@@ -164,7 +164,7 @@ setup(
             depends=[os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".h")],
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
             extra_compile_args=COMMON,
-            extra_link_args=sanitize,
+            extra_link_args=SANITIZE,
             libraries=["m", "dl", "pthread"] if os.uname().sysname == "Linux" else [],
             py_limited_api=limited,
         )

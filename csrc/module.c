@@ -1,5 +1,4 @@
 /* The Python module _C: importing it registers the kernels; besides that, what this build is and hooks for tests. */
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "rope.h"

@@ -11,7 +11,6 @@
 #define FMA NAME(fma, R)
 #define SPLAT NAME(splat, R)
 #define SIGN_BIT (sizeof(NAME(real, R)) * 8 - 1)
-#define EACH for (int v = 0; v < SIDE_BY_SIDE; v++)
 
 typedef struct {
     VEC rest[SIDE_BY_SIDE], tail[SIDE_BY_SIDE]; /* their sum is the angle but for whole half turns */
@@ -71,7 +70,6 @@ ROPE_INLINE void NAME(turn_cos_sin, R)(NAME(turn, R) * turn, int flip, VEC *c, V
 }
 
 #undef TAKE_OFF
-#undef EACH
 #undef VEC
 #undef INTS
 #undef BITS
@@ -79,3 +77,8 @@ ROPE_INLINE void NAME(turn_cos_sin, R)(NAME(turn, R) * turn, int flip, VEC *c, V
 #undef FMA
 #undef SPLAT
 #undef SIGN_BIT
+#undef SIN_TERMS
+#undef COS_TERMS
+#undef PI
+#undef PI_LOW
+#undef ROUND_MAGIC

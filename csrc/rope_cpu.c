@@ -1,14 +1,15 @@
 /* The CPU backend: picks an instruction set once, cuts a call into units of work, adds up partial gradients. */
-#include "rope_plan.h"
+#include "rope_cpu.h"
 #include "rope_scalar.h"
 #include "rope_sizes.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+
+static const char no_memory[] = "out of memory", not_run[] = "torch could not run the kernel in parallel";
 
 static int always(void) { return 1; }
 
@@ -73,7 +74,7 @@ int rope_cpu_force_isa(const char *name) {
 /* Chooses chunks and units from sizes alone. Tables of 64 KiB wait in a second-level cache, so that rows are read and
  * written in long stretches: float32 rotations of 16 MiB take 1.3 to 1.7 times a memcpy for 4 to 64 repeats, where
  * with the tables of one token, or of as many as fit a first-level cache, they take 1.7 to 2.8 times. */
-static void cut(rope_plan *plan) {
+static void cut(rope_cpu_plan *plan) {
     const rope_args *args = plan->args;
     const int backward = args->saved.data != NULL;
     plan->tokens = product(args->token_dims, args->token_size);
@@ -96,7 +97,7 @@ static void cut(rope_plan *plan) {
 }
 
 /* Frequencies as [axes][padded], in both arithmetics. */
-static void read_freqs(rope_plan *plan) {
+static void read_freqs(rope_cpu_plan *plan) {
     const rope_args *args = plan->args;
     const rope_operand *freqs = &args->freqs;
     plan->freqs_fit_f32 = freqs->dtype != ROPE_F64;
@@ -108,7 +109,7 @@ static void read_freqs(rope_plan *plan) {
                                           a * freqs->axis + h * freqs->head + i * freqs->pair, &low);
                 plan->freqs_f64[a * plan->padded + h * args->pairs + i] = f;
                 plan->freqs_f32[a * plan->padded + h * args->pairs + i] = (float)f;
-                bound = fabs(f) <= bound || bound != bound ? bound : fabs(f); /* a NaN stays */
+                bound = rope_bound(bound, f);
             }
         plan->freq_bound[a] = bound;
         rope_all_half_turns(plan->freqs_f64 + a * plan->padded, plan->row, plan->padded,
@@ -117,12 +118,12 @@ static void read_freqs(rope_plan *plan) {
 }
 
 static void run_units(int64_t begin, int64_t end, void *context) {
-    rope_plan *plan = context;
+    rope_cpu_plan *plan = context;
     if (active_isa()->run[plan->args->dtype](plan, begin, end) != 0)
         __atomic_store_n(&plan->out_of_memory, 1, __ATOMIC_RELAXED);
 }
 
-static void add_up(const rope_plan *plan) {
+static void add_up(const rope_cpu_plan *plan) {
     const rope_args *args = plan->args;
     const int64_t units = plan->token_units * plan->repeat_units, axes = args->axes, padded = plan->padded;
     const rope_operand *freqs = &args->grad_freqs, *positions = &args->grad_positions;
@@ -150,8 +151,7 @@ static void add_up(const rope_plan *plan) {
 }
 
 const char *rope_cpu_run(const rope_args *args, rope_parallel_for *parallel_for) {
-    static const char *const no_memory = "out of memory";
-    rope_plan plan = {.args = args};
+    rope_cpu_plan plan = {.args = args};
     cut(&plan);
     const int64_t units = plan.token_units * plan.repeat_units;
 
@@ -186,7 +186,7 @@ const char *rope_cpu_run(const rope_args *args, rope_parallel_for *parallel_for)
     const int failed = parallel_for(units, larger((int64_t)grain, 1), run_units, &plan);
     if (!failed && !plan.out_of_memory) add_up(&plan);
     free(memory);
-    return failed ? "torch could not run the kernel in parallel" : plan.out_of_memory ? no_memory : NULL;
+    return failed ? not_run : plan.out_of_memory ? no_memory : NULL;
 }
 
 typedef struct {
@@ -221,7 +221,7 @@ const char *rope_cpu_angles(const rope_args *args, int64_t groups, int64_t group
     const int64_t row = args->freq_heads * args->pairs;
     const rope_operand *from = &args->freqs;
     double *freqs = calloc((size_t)(args->axes * row) + 1, sizeof(double));
-    if (!freqs) return "out of memory";
+    if (!freqs) return no_memory;
     for (int64_t a = 0; a < args->axes; a++)
         for (int64_t g = 0; g < groups; g++)
             for (int64_t h = 0; h < args->freq_heads; h++)
@@ -235,5 +235,5 @@ const char *rope_cpu_angles(const rope_args *args, int64_t groups, int64_t group
     const int64_t tokens = product(args->token_dims, args->token_size);
     const int failed = parallel_for(tokens, larger(4096 / (row * args->axes + 1), 1), run_angles, &work);
     free(freqs);
-    return failed ? "torch could not run the kernel in parallel" : NULL;
+    return failed ? not_run : NULL;
 }

@@ -4,11 +4,6 @@
 #include "rope_driver.h"
 #include "rope_sizes.h"
 
-#include <string.h>
-
-static const int64_t element_size[ROPE_EMBEDDING_DTYPES] = {
-    [ROPE_F32] = 4, [ROPE_F64] = 8, [ROPE_F16] = 2, [ROPE_BF16] = 2};
-
 static rope_tensor *tensor_of(rope_args *args, int i) { return i == 0 ? &args->x : i == 1 ? &args->y : &args->saved; }
 
 /* Heads that share frequencies are one more repeat dim, joined to the one before where that is possible. */
@@ -27,7 +22,7 @@ static void heads_as_repeats(rope_args *args) {
 
 /* Whether every access of a whole vector of a tensor is aligned. */
 static int aligned(const rope_args *args, const rope_tensor *t) {
-    const int64_t size = element_size[args->dtype], per_vector = ROPE_VECTOR / size;
+    const int64_t size = rope_size_of(args->dtype), per_vector = ROPE_VECTOR / size;
     if (!t->data) return 1;
     int64_t strides = args->heads > 1 ? t->head : 0;
     for (int d = 0; d < args->token_dims; d++)
@@ -38,7 +33,7 @@ static int aligned(const rope_args *args, const rope_tensor *t) {
 }
 
 static int layout_of(const rope_args *args, int copies) {
-    const int64_t per_vector = ROPE_VECTOR / element_size[args->dtype];
+    const int64_t per_vector = ROPE_VECTOR / rope_size_of(args->dtype);
     const int64_t width = args->block == 2 ? 2 * args->pairs : args->block / 2; /* channels that lie together */
     if (width % per_vector || args->rotary_offset % per_vector || (copies && args->head_dim % per_vector) ||
         !aligned(args, &args->x) || !aligned(args, &args->y) || !aligned(args, &args->saved))
@@ -51,7 +46,7 @@ static int layout_of(const rope_args *args, int copies) {
 static int64_t cut(rope_cuda_plan *plan, int64_t tokens, int64_t repeats, int layout, int copies, int64_t threads,
                    int64_t turns) {
     const rope_args *args = &plan->args;
-    const int64_t size = element_size[args->dtype], per_vector = ROPE_VECTOR / size;
+    const int64_t size = rope_size_of(args->dtype), per_vector = ROPE_VECTOR / size;
     const int64_t pairs = layout == ROPE_INTERLEAVED ? per_vector / 2 : layout == ROPE_HALVES ? per_vector : 1;
     const int backward = args->saved.data != NULL;
     const int64_t rotated = args->pairs / pairs;
@@ -172,9 +167,8 @@ const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call) {
         if (angle_sums) plan.angle_sums = memory;
     }
 
-    const int function =
-        ROPE_FUNCTION_ROWS + (backward * ROPE_LAYOUTS + layout) * ROPE_EMBEDDING_DTYPES + (int)args->dtype;
-    const char *error = launch(function, plan.work, threads, shared, &plan, call);
+    const char *error =
+        launch(rope_function_rows(backward, layout, (int)args->dtype), plan.work, threads, shared, &plan, call);
     if (error || !backward) return error;
 
     if (!given && args->grad_freqs.data) {

@@ -20,19 +20,9 @@ ROPE_INLINE double splat_f64(double a) { return a; }
 ROPE_INLINE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 ROPE_INLINE double fma_f64(double a, double b, double c) { return fma(a, b, c); }
 ROPE_INLINE uint32_t bits_f32(float a) { return rope_f32_to_bits(a); }
+ROPE_INLINE uint64_t bits_f64(double a) { return rope_f64_to_bits(a); }
 ROPE_INLINE float from_bits_f32(uint32_t a) { return rope_bits_to_f32(a); }
-
-ROPE_INLINE uint64_t bits_f64(double a) {
-    uint64_t bits;
-    memcpy(&bits, &a, sizeof bits);
-    return bits;
-}
-
-ROPE_INLINE double from_bits_f64(uint64_t a) {
-    double value;
-    memcpy(&value, &a, sizeof value);
-    return value;
-}
+ROPE_INLINE double from_bits_f64(uint64_t a) { return rope_bits_to_f64(a); }
 
 #include "rope_turns.h"
 
@@ -55,9 +45,6 @@ ROPE_INLINE rope_offsets rope_offsets_of(int dims, const int64_t *size, const in
     return at;
 }
 
-#define ROPE_INFINITY ((double)rope_bits_to_f32(0x7f800000))
-#define ROPE_NAN ((double)rope_bits_to_f32(0x7fc00000))
-
 ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operand *operand, uint32_t token) {
     int64_t at = 0;
     ROPE_ROLLED
@@ -68,6 +55,9 @@ ROPE_INLINE int64_t rope_operand_offset(const rope_args *args, const rope_operan
     }
     return at;
 }
+
+#define ROPE_INFINITY ((double)rope_bits_to_f32(0x7f800000))
+#define ROPE_NAN ((double)rope_bits_to_f32(0x7fc00000))
 
 /* 1/pi, its bits behind the point, after six words of zeros: for exponents up to those of a product of doubles. */
 static __device__ const uint32_t rope_inverse_pi[] = {
@@ -133,7 +123,7 @@ ROPE_INLINE uint64_t rope_mantissa(uint64_t bits, int *exponent) {
  * product of their mantissas is an integer below 2^106, so of 1/pi only the bits count that its multiples move to
  * between 2^-171 and 2^0 half turns: those above make whole turns, and those below less than a unit. */
 static __device__ __noinline__ uint64_t rope_fixed_turns(double p, double f) {
-    const uint64_t p_bits = bits_f64(p), f_bits = bits_f64(f);
+    const uint64_t p_bits = rope_f64_to_bits(p), f_bits = rope_f64_to_bits(f);
     int exponent = 0;
     const uint64_t p_mantissa = rope_mantissa(p_bits, &exponent), f_mantissa = rope_mantissa(f_bits, &exponent);
     const int last = exponent + 63 + 108; /* bits of 1/pi that are needed */
@@ -228,10 +218,10 @@ ROPE_INLINE uint4 vector_store_f32(const float *from) {
     return v;
 }
 ROPE_INLINE void vector_load_f64(uint4 v, double *to) {
-    to[0] = from_bits_f64(v.x | (uint64_t)v.y << 32), to[1] = from_bits_f64(v.z | (uint64_t)v.w << 32);
+    to[0] = rope_bits_to_f64(v.x | (uint64_t)v.y << 32), to[1] = rope_bits_to_f64(v.z | (uint64_t)v.w << 32);
 }
 ROPE_INLINE uint4 vector_store_f64(const double *from) {
-    const uint64_t a = bits_f64(from[0]), b = bits_f64(from[1]);
+    const uint64_t a = rope_f64_to_bits(from[0]), b = rope_f64_to_bits(from[1]);
     uint4 v;
     v.x = (uint32_t)a, v.y = (uint32_t)(a >> 32), v.z = (uint32_t)b, v.w = (uint32_t)(b >> 32);
     return v;

@@ -56,7 +56,7 @@ typedef struct {
     int64_t size[ROPE_MAX_DIMS + 2], stride[ROPE_MAX_DIMS + 2];
 } rope_cuda_sum;
 
-/* rope_cpu_angles */
+/* What rope_cuda_angles was asked. */
 typedef struct {
     rope_args args;
     int64_t tokens, groups, group_stride;

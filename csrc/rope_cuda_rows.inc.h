@@ -1,6 +1,6 @@
 /* Rotating rows of the embedding type E, stored as ELEMENT, in the arithmetic R, for one LAYOUT (rope_cuda.h). */
-#define REAL ROPE_JOIN(real, R)
-#define N(name) ROPE_JOIN(ROPE_JOIN(name, E), LAYOUT_NAME)
+#define REAL NAME(real, R)
+#define N(name) NAME(NAME(name, E), LAYOUT_NAME)
 #define UNROLL (LAYOUT == ROPE_HALVES ? 2 : 4) /* repeats whose loads are under way together */
 
 enum {
@@ -48,13 +48,13 @@ ROPE_INLINE void N(store)(ELEMENT *at, int64_t apart, PIECE piece) {
 
 ROPE_INLINE void N(unpack)(PIECE piece, REAL *a0, REAL *a1) {
 #if LAYOUT == ROPE_SCALAR
-    a0[0] = ROPE_JOIN(element_load, E)(piece.v[0]), a1[0] = ROPE_JOIN(element_load, E)(piece.v[1]);
+    a0[0] = NAME(element_load, E)(piece.v[0]), a1[0] = NAME(element_load, E)(piece.v[1]);
 #elif LAYOUT == ROPE_HALVES
-    ROPE_JOIN(vector_load, E)(piece.v[0], a0);
-    ROPE_JOIN(vector_load, E)(piece.v[1], a1);
+    NAME(vector_load, E)(piece.v[0], a0);
+    NAME(vector_load, E)(piece.v[1], a1);
 #else
     REAL all[2 * PAIRS];
-    ROPE_JOIN(vector_load, E)(piece.v[0], all);
+    NAME(vector_load, E)(piece.v[0], all);
     for (int j = 0; j < PAIRS; j++)
         a0[j] = all[2 * j], a1[j] = all[2 * j + 1];
 #endif
@@ -63,15 +63,15 @@ ROPE_INLINE void N(unpack)(PIECE piece, REAL *a0, REAL *a1) {
 ROPE_INLINE PIECE N(pack)(const REAL *a0, const REAL *a1) {
     PIECE piece;
 #if LAYOUT == ROPE_SCALAR
-    piece.v[0] = ROPE_JOIN(element_store, E)(a0[0]), piece.v[1] = ROPE_JOIN(element_store, E)(a1[0]);
+    piece.v[0] = NAME(element_store, E)(a0[0]), piece.v[1] = NAME(element_store, E)(a1[0]);
 #elif LAYOUT == ROPE_HALVES
-    piece.v[0] = ROPE_JOIN(vector_store, E)(a0);
-    piece.v[1] = ROPE_JOIN(vector_store, E)(a1);
+    piece.v[0] = NAME(vector_store, E)(a0);
+    piece.v[1] = NAME(vector_store, E)(a1);
 #else
     REAL all[2 * PAIRS];
     for (int j = 0; j < PAIRS; j++)
         all[2 * j] = a0[j], all[2 * j + 1] = a1[j];
-    piece.v[0] = ROPE_JOIN(vector_store, E)(all);
+    piece.v[0] = NAME(vector_store, E)(all);
 #endif
     return piece;
 }
@@ -122,8 +122,7 @@ ROPE_INLINE void N(stage)(const rope_cuda_plan *plan, N(block) block, uint32_t a
             rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at).high, &high, &low);
         }
         REAL *const to = block.turns + (a * 2 * PAIRS + j) * lanes + lane;
-        to[0] = (REAL)high;
-        to[PAIRS * lanes] = (REAL)(sizeof(REAL) == 4 ? high - (double)(float)high + low : low);
+        NAME(rope_half_turns, R)(high, low, to, to + PAIRS * lanes);
     }
     const int narrow = sizeof(REAL) == 4 && freqs->dtype == ROPE_F64;
     ROPE_ROLLED
@@ -141,10 +140,10 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, uint32_t 
                            uint32_t token, REAL *c, REAL *s) {
     const rope_args *const args = &plan->args;
     const uint32_t lanes = plan->lanes;
-    ROPE_JOIN(turn, R) turns[PAIRS];
+    NAME(turn, R) turns[PAIRS];
     REAL bound[PAIRS];
     for (int j = 0; j < PAIRS; j++) {
-        ROPE_JOIN(turn_start, R)(turns + j);
+        NAME(turn_start, R)(turns + j);
         bound[j] = 0;
     }
     if (axes == 0) { /* given angles */
@@ -153,10 +152,10 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, uint32_t 
                            block.slots[lane].pair * freqs->pair;
         for (int j = 0; j < PAIRS; j++) {
             double high, low;
+            REAL first, second;
             rope_half_turns(rope_read_operand(freqs->data, freqs->dtype, at + j * freqs->pair).high, &high, &low);
-            const REAL first = (REAL)high;
-            const REAL second = (REAL)(sizeof(REAL) == 4 ? high - (double)first + low : low);
-            ROPE_JOIN(turn_add, R)(turns + j, 0, 1, 0, &first, &second);
+            NAME(rope_half_turns, R)(high, low, &first, &second);
+            NAME(turn_add, R)(turns + j, 0, 1, 0, &first, &second);
             bound[j] = (REAL)(sizeof(REAL) == 4 && freqs->dtype == ROPE_F64 ? ROPE_INFINITY : fabs(high));
         }
     }
@@ -166,7 +165,7 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, uint32_t 
         const REAL *const at = block.turns + a * 2 * PAIRS * lanes + lane;
         for (int j = 0; j < PAIRS; j++) {
             const REAL high = at[j * lanes], low = at[(PAIRS + j) * lanes];
-            ROPE_JOIN(turn_add, R)(turns + j, a, position, 0, &high, &low);
+            NAME(turn_add, R)(turns + j, a, position, 0, &high, &low);
             bound[j] += size * (REAL)fabs(high);
         }
     }
@@ -175,19 +174,19 @@ ROPE_INLINE void N(angles)(const rope_cuda_plan *plan, N(block) block, uint32_t 
     uint32_t beyond = 0;
     for (int j = 0; j < PAIRS; j++) {
         beyond |= (uint32_t)!(bound[j] < limit) << j;
-        ROPE_JOIN(turn_cos_sin, R)(turns + j, args->inverse, c + j, s + j);
+        NAME(turn_cos_sin, R)(turns + j, args->inverse, c + j, s + j);
     }
     ROPE_ROLLED
     for (uint32_t i = 0; beyond >> i; i++) {
         if (!(beyond >> i & 1)) continue;
         const rope_fixed angle = rope_fixed_angle(args, token, block.slots[lane].head, block.slots[lane].pair + i);
         const uint64_t shifted = angle.turns + ((uint64_t)1 << 62), rest = shifted & ~((uint64_t)1 << 63);
-        ROPE_JOIN(turn, R) turn;
+        NAME(turn, R) turn;
         REAL of_c, of_s;
-        turn.odd[0] = (ROPE_JOIN(int, R))(shifted >> 63);
+        turn.odd[0] = (NAME(int, R))(shifted >> 63);
         turn.rest[0] = angle.finite ? (REAL)((int64_t)rest - ((int64_t)1 << 62)) * (REAL)0x1p-63 : (REAL)ROPE_NAN;
         turn.tail[0] = 0;
-        ROPE_JOIN(turn_cos_sin, R)(&turn, args->inverse, &of_c, &of_s);
+        NAME(turn_cos_sin, R)(&turn, args->inverse, &of_c, &of_s);
         ROPE_UNROLLED
         for (uint32_t j = 0; j < PAIRS; j++) /* registers have no index */
             if (j == i) c[j] = of_c, s[j] = of_s;

@@ -1,8 +1,6 @@
 /* The CUDA driver and the kernels on each device: found, loaded and checked at first use. */
 #include "rope_driver.h"
 
-#include "rope_cuda.h"
-
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -93,7 +91,7 @@ static const char *load_functions(rope_device *device, const void *image) {
         [ROPE_INTERLEAVED] = "interleaved", [ROPE_HALVES] = "halves", [ROPE_SCALAR] = "scalar"};
     static const char *const types[ROPE_EMBEDDING_DTYPES] = {
         [ROPE_F32] = "f32", [ROPE_F64] = "f64", [ROPE_F16] = "f16", [ROPE_BF16] = "bf16"};
-    void *module, **function = device->functions + ROPE_FUNCTION_ROWS;
+    void *module;
     TRY(cuModuleLoadData, &module, image);
     TRY(cuModuleGetFunction, device->functions + ROPE_FUNCTION_SUM, module, "rope_sum");
     TRY(cuModuleGetFunction, device->functions + ROPE_FUNCTION_ANGLES, module, "rope_angles");
@@ -103,7 +101,8 @@ static const char *load_functions(rope_device *device, const void *image) {
                 char name[64];
                 snprintf(name, sizeof name, "rope_%s_%s_%s", backward ? "backward" : "rotate", types[type],
                          layouts[layout]);
-                TRY(cuModuleGetFunction, function++, module, name);
+                TRY(cuModuleGetFunction, device->functions + rope_function_rows(backward, layout, type), module,
+                    name);
             }
     return NULL;
 }

@@ -1,10 +1,9 @@
 /* The part of the CUDA driver's interface that is used here, declared by hand and found in the driver's library at
- * first use: nothing of CUDA is needed to build this or to load it. Kinds, versions and numbers are those of cuda.h.
- */
+ * first use: building and loading this needs nothing of CUDA. Types, versions and numbers are those of cuda.h. */
 #ifndef ROPE_DRIVER_H
 #define ROPE_DRIVER_H
 
-#include <stddef.h>
+#include "rope_cuda.h"
 
 typedef int cu_device; /* CUdevice; functions give 0 (CUDA_SUCCESS) or an error code (CUresult) */
 
@@ -38,11 +37,23 @@ typedef struct {
 #undef ROPE_DRIVER_FIELD
 } rope_driver;
 
+/* Numbers of the kernels. */
+enum {
+    ROPE_FUNCTION_SUM,
+    ROPE_FUNCTION_ANGLES,
+    ROPE_FUNCTION_ROWS, /* the first of rope_rotate and rope_backward, by layout and embedding type */
+    ROPE_FUNCTIONS = ROPE_FUNCTION_ROWS + 2 * ROPE_LAYOUTS * ROPE_EMBEDDING_DTYPES
+};
+
+static inline int rope_function_rows(int backward, int layout, int dtype) {
+    return ROPE_FUNCTION_ROWS + (backward * ROPE_LAYOUTS + layout) * ROPE_EMBEDDING_DTYPES + dtype;
+}
+
 /* The kernels of one device, in its primary context, which is torch's. */
 typedef struct {
     void *context;
     int max_grid;
-    void *functions[64];
+    void *functions[ROPE_FUNCTIONS];
 } rope_device;
 
 /* The driver and the kernels of a device, made ready at its first use; NULL with what is wrong in *error. */
@@ -53,11 +64,7 @@ const char *rope_driver_error(const char *format, ...) __attribute__((format(pri
 /* What a driver's function gave, by name: "cuLaunchKernel: CUDA_ERROR_... (text)" */
 const char *rope_driver_failure(const rope_driver *driver, const char *function, int result);
 
-/* Numbers of functions: rope_sum, rope_angles, then rope_rotate and rope_backward by layout and type. */
-enum { ROPE_FUNCTION_SUM, ROPE_FUNCTION_ANGLES, ROPE_FUNCTION_ROWS };
-
-/* From a source to the code of one architecture (major * 10 + minor), cached on disk. Free *code. NULL, or an error
- */
+/* From source to the code of one architecture (major * 10 + minor), cached on disk; NULL, or an error. Free *code. */
 const char *rope_nvrtc_compile(const char *library, const char *source, size_t size, int architecture, void **code);
 
 #endif

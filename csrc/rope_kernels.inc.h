@@ -4,15 +4,14 @@
  *   rope_trig.inc.h   cos and sin of the angles of a token, once for float32 and once for float64
  *   rope_rows.inc.h   rotating rows, once for each embedding type
  */
-#include "rope_plan.h"
+#include "rope_cpu.h"
 #include "rope_simd.inc.h"
+#include "rope_sizes.h"
 
 #define SIDE_BY_SIDE 2 /* an angle is one long chain of dependent operations; two keep the units busy */
 #include "rope_turns.h"
 
 #include <stdlib.h>
-
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* What reading one token needs, allocated by the rows of each type. */
 typedef struct {
@@ -24,7 +23,7 @@ typedef struct {
 } token_scratch;
 
 /* Reads the coordinates (or the given angles) of a token; true where float32 holds them and the frequencies. */
-static int read_token(const rope_plan *plan, int64_t token, const token_scratch *scratch) {
+static int read_token(const rope_cpu_plan *plan, int64_t token, const token_scratch *scratch) {
     const rope_args *args = plan->args;
     const rope_operand *positions = &args->positions, *freqs = &args->freqs;
     int fits_f32 = 1;
@@ -46,7 +45,7 @@ static int read_token(const rope_plan *plan, int64_t token, const token_scratch 
                 double low,
                     angle = rope_read(freqs->data, freqs->dtype, base + h * freqs->head + i * freqs->pair, &low);
                 scratch->angles[h * args->pairs + i] = angle;
-                bound = fabs(angle) <= bound || bound != bound ? bound : fabs(angle); /* a NaN stays */
+                bound = rope_bound(bound, angle);
             }
         rope_all_half_turns(scratch->angles, plan->row, plan->padded, scratch->turns_f64, scratch->turns_f32);
         fits_f32 = freqs->dtype != ROPE_F64;
@@ -97,7 +96,6 @@ static inline int64_t repeat_offset(const rope_args *args, const rope_tensor *te
     return rope_offset(args->repeat_dims, args->repeat_size, tensor->repeat, repeat);
 }
 
-#define INLINE ROPE_INLINE
 /* A pointer that is only there for some kinds of work: nothing is added to NULL. */
 #define AT(kind, pointer, offset) (work & (kind) ? (pointer) + (offset) : NULL)
 

@@ -10,11 +10,10 @@
 #define STORE NAME(store, E)
 #define LOAD_REAL NAME(load, R)
 #define STORE_REAL NAME(store, R)
-#define ODD_SIGN NAME(odd_sign, R)
 
 /* W channels of interleaved pairs. `grad` gathers the two products of dL/dtheta in the two lanes of the pair. */
-INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y, const REAL *table,
-                                      REAL *grad, NAME(int, R) odd_sign) {
+ROPE_INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                           const REAL *table, REAL *grad, NAME(int, R) odd_sign) {
     VEC a = LOAD(x), b = a;
     IN_REGISTER(a);
     if (work & (WRITE | FROM_INPUT)) {
@@ -26,8 +25,8 @@ INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT 
 }
 
 /* W pairs (x[i], x[half + i]). */
-INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y, int64_t half,
-                                 const REAL *cos_table, const REAL *sin_table, REAL *grad) {
+ROPE_INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y, int64_t half,
+                                      const REAL *cos_table, const REAL *sin_table, REAL *grad) {
     VEC a0 = LOAD(x), a1 = LOAD(x + half), b0 = a0, b1 = a1;
     if (work & (WRITE | FROM_INPUT)) {
         VEC c = LOAD_REAL(cos_table), s = LOAD_REAL(sin_table);
@@ -46,9 +45,9 @@ INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT *save
 }
 
 /* n channels of interleaved pairs; what is no whole vector goes through one on the stack. */
-INLINE void NAME(rotate_interleaved, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
-                                        const REAL *table, REAL *grad, int64_t n) {
-    NAME(int, R) odd_sign = ODD_SIGN;
+ROPE_INLINE void NAME(rotate_interleaved, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                             const REAL *table, REAL *grad, int64_t n) {
+    NAME(int, R) odd_sign = NAME(odd_sign, R)();
     IN_REGISTER(odd_sign);
     int64_t i = 0;
 #pragma GCC unroll 2
@@ -66,8 +65,8 @@ INLINE void NAME(rotate_interleaved, E)(int work, const ELEMENT *x, const ELEMEN
 }
 
 /* `half` pairs (x[i], x[half + i]). */
-INLINE void NAME(rotate_halves, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
-                                   const REAL *cos_table, const REAL *sin_table, REAL *grad, int64_t half) {
+ROPE_INLINE void NAME(rotate_halves, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                        const REAL *cos_table, const REAL *sin_table, REAL *grad, int64_t half) {
     int64_t i = 0;
     for (; i + W <= half; i += W)
         NAME(halves_step, E)(work, x + i, AT(REDUCE, saved, i), AT(WRITE, y, i), half, cos_table + i, sin_table + i,
@@ -90,8 +89,8 @@ INLINE void NAME(rotate_halves, E)(int work, const ELEMENT *x, const ELEMENT *sa
 }
 
 /* Channels one element apart. y may be x. */
-INLINE void NAME(rotate_head, E)(int work, head_shape shape, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
-                                 const REAL *table, int64_t sin_at, REAL *grad) {
+ROPE_INLINE void NAME(rotate_head, E)(int work, head_shape shape, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                      const REAL *table, int64_t sin_at, REAL *grad) {
     const int64_t first = shape.rotary_offset, last = first + 2 * shape.pairs, half = shape.block / 2;
     if (work & WRITE && y != x) {
         if (first > 0) memcpy(y, x, (size_t)first * sizeof(ELEMENT));
@@ -121,8 +120,8 @@ typedef struct {
 /* Rotates the tokens of a chunk in repeats [first, last). A few repeats at a time: so many streams of memory the
  * prefetchers follow, and each table is read that often while it is near. Everything is copied into local variables
  * first: the compiler must take a store to y for a store to any struct. */
-INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, head_shape shape,
-                                  NAME(chunk, E) chunk, int64_t first, int64_t last) {
+ROPE_INLINE void NAME(rotate_chunk, E)(int work, int strided, const rope_args *args, head_shape shape,
+                                       NAME(chunk, E) chunk, int64_t first, int64_t last) {
     const ELEMENT *const x_data = args->x.data, *const saved_data = args->saved.data;
     ELEMENT *const y_data = args->y.data, *const row = chunk.copies;
     const int64_t x_head = args->x.head, saved_head = args->saved.head, y_head = args->y.head;
@@ -188,7 +187,7 @@ static void NAME(rotate_any, E)(int work, int strided, const rope_args *args, co
 }
 
 /* dL/dangle of one token, from it dL/dposition, and its part of dL/dfreqs. */
-static void NAME(finish_token, E)(const rope_plan *plan, int64_t token, int64_t repeat_unit, const REAL *grad,
+static void NAME(finish_token, E)(const rope_cpu_plan *plan, int64_t token, int64_t repeat_unit, const REAL *grad,
                                   const REAL *position, REAL *angle_grad, REAL *freq_sums) {
     const rope_args *args = plan->args;
     const int64_t row = plan->row, padded = plan->padded, axes = args->axes;
@@ -227,7 +226,7 @@ static void NAME(finish_token, E)(const rope_plan *plan, int64_t token, int64_t 
                 freq_sums[a * padded + i] += position[a] * angle_grad[i];
 }
 
-static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
+static int NAME(run, E)(const rope_cpu_plan *plan, int64_t begin, int64_t end) {
     const rope_args *args = plan->args;
     const int64_t chunk = plan->chunk, padded = plan->padded, axes = args->axes;
     const int interleaved = args->block == 2, backward = args->saved.data != NULL;
@@ -313,4 +312,3 @@ static int NAME(run, E)(const rope_plan *plan, int64_t begin, int64_t end) {
 #undef STORE
 #undef LOAD_REAL
 #undef STORE_REAL
-#undef ODD_SIGN

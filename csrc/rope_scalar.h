@@ -1,5 +1,5 @@
-/* One element at a time: reading and writing any dtype, angles of any size. For the small operands; rows go through
- * vectors. Compiles as C and as CUDA, where all functions are for the device. */
+/* One element at a time: reading and writing any dtype, radians as half turns, offsets. For the small operands; rows
+ * go through vectors. Compiles as C and as CUDA, where all functions are for the device. */
 #ifndef ROPE_SCALAR_H
 #define ROPE_SCALAR_H
 
@@ -36,6 +36,18 @@ ROPE_FUNCTION float rope_bits_to_f32(uint32_t bits) {
 
 ROPE_FUNCTION uint32_t rope_f32_to_bits(float value) {
     uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+ROPE_FUNCTION double rope_bits_to_f64(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+ROPE_FUNCTION uint64_t rope_f64_to_bits(double value) {
+    uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
@@ -122,9 +134,15 @@ ROPE_FUNCTION void rope_half_turns(double radians, double *high, double *low) {
     *low = fma(radians, 0x1.45f306dc9c883p-2, -*high) + radians * -0x1.6b01ec5417056p-56;
 }
 
+/* That sum in one of them. */
 ROPE_FUNCTION void rope_half_turns_f32(double high, double low, float *high_f32, float *low_f32) {
     *high_f32 = (float)high;
     *low_f32 = (float)(high - (double)*high_f32 + low);
+}
+
+ROPE_FUNCTION void rope_half_turns_f64(double high, double low, double *high_f64, double *low_f64) {
+    *high_f64 = high;
+    *low_f64 = low;
 }
 
 ROPE_FUNCTION int64_t rope_offset(int dims, const int64_t *size, const int64_t *stride, int64_t index) {

@@ -4,8 +4,6 @@
  * Suffixes f32 and f64 name the arithmetic. W_f32 and W_f64 are the lanes. */
 #include "rope_scalar.h"
 
-#include <math.h>
-
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -73,8 +71,12 @@ static inline vec_f64 zip_high_f64(vec_f64 a, vec_f64 b) { return SHUFFLE(a, b, 
 #endif
 
 /* The sign bit in the second lane of each pair. */
-#define odd_sign_f32 ((int_f32)zip_low_f32((vec_f32){0}, (vec_f32)((int_f32){0} + INT32_MIN)))
-#define odd_sign_f64 ((int_f64)zip_low_f64((vec_f64){0}, (vec_f64)((int_f64){0} + INT64_MIN)))
+static inline int_f32 odd_sign_f32(void) {
+    return (int_f32)zip_low_f32((vec_f32){0}, (vec_f32)((int_f32){0} + INT32_MIN));
+}
+static inline int_f64 odd_sign_f64(void) {
+    return (int_f64)zip_low_f64((vec_f64){0}, (vec_f64)((int_f64){0} + INT64_MIN));
+}
 
 /* The difference keeps -0, which a sum with zero would lose. */
 static inline vec_f32 splat_f32(float value) { return value - (vec_f32){0}; }

@@ -1,8 +1,14 @@
-/* Arithmetic of sizes, for what cuts a call into pieces: rope_cpu.c and rope_cuda.c. */
+/* Sizes of elements, and arithmetic of sizes. */
 #ifndef ROPE_SIZES_H
 #define ROPE_SIZES_H
 
-#include <stdint.h>
+#include "rope.h"
+
+/* In bytes. */
+static inline int64_t rope_size_of(rope_dtype dtype) {
+    static const unsigned char sizes[ROPE_UNSUPPORTED + 1] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 0};
+    return sizes[dtype];
+}
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

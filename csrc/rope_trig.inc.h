@@ -10,7 +10,6 @@
  * `zipped`, else the cos and, `stride` further on, the sin. `flip` negates the sin. */
 static void NAME(fill_table, R)(const REAL *turns, int64_t stride, int64_t axes, const REAL *position,
                                 const REAL *position_low, REAL *table, int64_t n, int zipped, int flip) {
-#define EACH for (int v = 0; v < SIDE_BY_SIDE; v++)
     for (int64_t i = 0; i < n; i += SIDE_BY_SIDE * W) {
         NAME(turn, R) turn;
         NAME(turn_start, R)(&turn);
@@ -31,7 +30,6 @@ static void NAME(fill_table, R)(const REAL *turns, int64_t stride, int64_t axes,
             EACH STORE(table + stride + i + v * W, s[v]);
         }
     }
-#undef EACH
 }
 
 /* Sum of a[i] * b[i] over n entries (whole blocks of 64 bytes), in an order that no vector width changes. */
@@ -54,8 +52,8 @@ static REAL NAME(dot, R)(const REAL *a, const REAL *b, int64_t n) {
 
 /* Fills the table of one token, [2 * padded], and leaves its coordinates in `position`. Which arithmetic the angles
  * take depends on this token alone, so that a batch changes nothing. */
-static void NAME(token_table, R)(const rope_plan *plan, int64_t token, const token_scratch *scratch, REAL *position,
-                                 REAL *table) {
+static void NAME(token_table, R)(const rope_cpu_plan *plan, int64_t token, const token_scratch *scratch,
+                                 REAL *position, REAL *table) {
     const rope_args *args = plan->args;
     const int64_t axes = args->axes, n = plan->row, padded = plan->padded;
     const int zipped = args->block == 2, flip = args->inverse;

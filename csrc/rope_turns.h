@@ -5,9 +5,9 @@
 
 #include "rope_scalar.h"
 
-#define ROPE_JOIN_(a, b) a##_##b
-#define ROPE_JOIN(a, b) ROPE_JOIN_(a, b)
-#define NAME(name, suffix) ROPE_JOIN(name, suffix)
+#define NAME_(name, suffix) name##_##suffix
+#define NAME(name, suffix) NAME_(name, suffix)
+#define EACH for (int v = 0; v < SIDE_BY_SIDE; v++)
 
 #define R f64
 #define SIN_TERMS                                                                                                    \
@@ -21,11 +21,6 @@
 #define ROUND_MAGIC 0x1.8p52 /* adding it leaves an integer in the low bits */
 #include "rope_angle.inc.h"
 #undef R
-#undef SIN_TERMS
-#undef COS_TERMS
-#undef PI
-#undef PI_LOW
-#undef ROUND_MAGIC
 
 #define R f32
 #define SIN_TERMS -0x1.4abbc2p+2f, 0x1.466898p+1f, -0x1.324958p-1f, 0x1.3d7174p-4f
@@ -35,10 +30,5 @@
 #define ROUND_MAGIC 0x1.8p23f
 #include "rope_angle.inc.h"
 #undef R
-#undef SIN_TERMS
-#undef COS_TERMS
-#undef PI
-#undef PI_LOW
-#undef ROUND_MAGIC
 
 #endif

@@ -1,5 +1,3 @@
-#include <stddef.h>
-
 #include "torch_abi.h"
 
 #include <dlfcn.h>

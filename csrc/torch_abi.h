@@ -7,6 +7,7 @@
 #define TORCH_ABI_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 typedef struct AtenTensorOpaque *torch_tensor; /* owned: delete each exactly once */

@@ -61,7 +61,7 @@ void run_rows(call *c, const rope_args *args) {
     if (error) fail(c, error);
 }
 
-void run_angles_of(call *c, const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles) {
+void run_angles(call *c, const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles) {
     const char *error;
     if (on_cuda(c)) {
         const rope_cuda_call cuda = cuda_call(c);

@@ -6,7 +6,7 @@
 
 /* Errors are noted in the call. */
 void run_rows(call *c, const rope_args *args);
-void run_angles_of(call *c, const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles);
+void run_angles(call *c, const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles);
 void fill_with_zeros(call *c, const tensor *t);
 
 /* Whether this process's torch has CUDA, for which this binary has kernels that the user wants. */

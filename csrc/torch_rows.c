@@ -43,8 +43,16 @@ void set_rows(rope_args *args, const lead_dims *lead) {
     }
 }
 
-void set_rope_tensor(rope_tensor *to, const tensor *t, int head_dim_at) {
+void set_rope_tensor(rope_tensor *to, const tensor *t, int head_at) {
     to->data = (void *)(uintptr_t)t->data;
-    to->head = t->sizes[head_dim_at] == 1 ? 0 : t->strides[head_dim_at];
+    to->head = t->sizes[head_at] == 1 ? 0 : t->strides[head_at];
     to->channel = t->strides[t->dims - 1];
+}
+
+void set_rope_operand(rope_operand *to, const tensor *t, int axis_at, int head_at, int pair_at) {
+    to->data = (void *)(uintptr_t)t->data;
+    to->dtype = t->dtype;
+    if (axis_at != NONE) to->axis = t->strides[axis_at];
+    if (head_at != NONE) to->head = t->strides[head_at];
+    if (pair_at != NONE) to->pair = t->strides[pair_at];
 }

@@ -20,6 +20,9 @@ void add_lead(call *c, lead_dims *lead, int which, int dims, const int64_t *size
 /* Splits the leading dims into token and repeat dims and joins what lies side by side. */
 void set_rows(rope_args *args, const lead_dims *lead);
 
-void set_rope_tensor(rope_tensor *to, const tensor *t, int head_dim_at);
+/* `..._at` are the numbers of dims; NONE: the operand, all zero before, has no such dim. */
+enum { NONE = -1 };
+void set_rope_tensor(rope_tensor *to, const tensor *t, int head_at);
+void set_rope_operand(rope_operand *to, const tensor *t, int axis_at, int head_at, int pair_at);
 
 #endif

@@ -1,5 +1,7 @@
 #include "torch_tensors.h"
 
+#include "rope_sizes.h"
+
 #include <string.h>
 
 static int64_t live_handles;
@@ -87,6 +89,23 @@ tensor take(call *c, torch_value value) {
     return t;
 }
 
+void write_to(call *c, tensor *t) {
+    void *data;
+    if (c->error) return;
+    if (torch.torch_get_mutable_data_ptr(t->handle, &data)) {
+        fail(c, "embeddings can't be written to");
+        return;
+    }
+    t->data = data;
+    for (int d = 0; d < t->dims; d++)
+        if (t->sizes[d] > 1 && t->strides[d] == 0) fail(c, "in place, embeddings may not be expanded");
+}
+
+void check_embeddings(call *c, const tensor *t) {
+    if (t->dtype >= ROPE_EMBEDDING_DTYPES) fail(c, "embeddings must be float16, bfloat16, float32 or float64");
+    if (t->dims < 2) fail(c, "embeddings need the dims of heads and channels");
+}
+
 tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
     int64_t dense[ROPE_MAX_DIMS], step = 1;
     tensor t = {0};
@@ -112,17 +131,16 @@ tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides,
     return t;
 }
 
-int64_t count_of(const tensor *t) {
-    int64_t count = 1;
-    for (int d = 0; d < t->dims; d++)
-        count *= t->sizes[d];
-    return count;
+tensor allocate_gradient(call *c, const tensor *t, int wanted) {
+    static const int64_t nothing[1] = {0};
+    const tensor none = {0};
+    if (c->error) return none;
+    return allocate(c, wanted ? t->dims : 1, wanted ? t->sizes : nothing, NULL, t->torch_dtype);
 }
 
-size_t bytes_of(const tensor *t) {
-    static const size_t size[ROPE_UNSUPPORTED + 1] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 0};
-    return (size_t)count_of(t) * size[t->dtype];
-}
+int64_t count_of(const tensor *t) { return product(t->dims, t->sizes); }
+
+size_t bytes_of(const tensor *t) { return (size_t)(count_of(t) * rope_size_of(t->dtype)); }
 
 void finish(call *c, torch_value *stack, const tensor *results, int result_count) {
     for (int i = 0; i < c->count; i++) {

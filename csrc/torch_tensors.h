@@ -18,7 +18,7 @@ typedef struct {
     const void *data;
 } tensor;
 
-enum { MAX_TENSORS = 10 };
+enum { MAX_TENSORS = 16 };
 
 /* One call: what must be freed, the device, which is that of the first tensor, and the first error. */
 typedef struct {
@@ -31,11 +31,20 @@ typedef struct {
 /* Notes the first error; the kernel goes on to `finish` without touching memory. */
 void fail(call *c, const char *error);
 
-/* An argument, to be read. */
+/* Arguments: a tensor, to be read, and a bool. */
 tensor take(call *c, torch_value value);
+static inline int flag(torch_value value) { return (value & 0xff) != 0; }
+
+/* A tensor of embeddings, to be written to. */
+void write_to(call *c, tensor *t);
+
+void check_embeddings(call *c, const tensor *t);
 
 /* A new tensor; with strides == NULL contiguous. */
 tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides, int32_t dtype);
+
+/* A contiguous tensor for the gradient of `t`; empty where it is not wanted. */
+tensor allocate_gradient(call *c, const tensor *t, int wanted);
 
 /* Gives the results to the stack, frees everything else, raises the error if there was one. */
 void finish(call *c, torch_value *stack, const tensor *results, int result_count);

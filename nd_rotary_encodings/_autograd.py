@@ -7,53 +7,15 @@ input: with ``g = dL/dy``, ``dL/dx`` is the inverse rotation of ``g`` and ``dL/d
 import torch
 from torch import Tensor
 
-from . import _ops, _routes, reference
+from . import _ops, _routes
 from ._ops import inverse_of
-from .reference import heads_last, pair_channels, queries_and_keys
+from .reference import queries_and_keys
 
 
-def _axis_sums(
-    angle_grad: Tensor, positions: Tensor, freqs: Tensor, needs
-) -> tuple[Tensor | None, Tensor | None]:
-    """From ``angle_grad`` ``[..., H, F]`` the gradients of ``positions`` ``[..., P]`` and ``freqs`` ``[P, H |
-    1, F]``."""
-    grad_positions = grad_freqs = None
-    if needs[0]:
-        sums = [(angle_grad * f).sum((-2, -1)) for f in freqs.to(angle_grad.dtype).unbind(0)]
-        grad_positions = torch.stack(sums, dim=-1).sum_to_size(positions.shape).to(positions.dtype)
-    if needs[1]:
-        sums = [
-            (angle_grad * p[..., None, None]).sum_to_size(freqs.shape[1:])
-            for p in positions.to(angle_grad.dtype).unbind(-1)
-        ]
-        grad_freqs = torch.stack(sums).to(freqs.dtype)
-    return grad_positions, grad_freqs
-
-
-def rotated_pairs(x: Tensor, pairs: int, settings: tuple) -> tuple[Tensor, Tensor]:
-    """The channels ``[..., N, H, F]`` of each pair that is rotated, in float32 at least."""
-    heads, block, rotary_offset, prefix, head_dim_first, _ = settings
-    x = heads_last(x, heads, head_dim_first)
-    if prefix:
-        x = x[..., prefix:, :, :]
-    return pair_channels(x.to(torch.promote_types(x.dtype, torch.float32)), pairs, block, rotary_offset)
-
-
-def gradients_by_definition(
-    grad: Tensor, y: Tensor, positions: Tensor, freqs: Tensor, settings: tuple, needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The backward of the rotation in plain PyTorch, for devices without a kernel."""
-    grad_x = reference.apply_rope(grad, positions, freqs, *inverse_of(settings)) if needs[0] else None
-    if not (needs[1] or needs[2]):
-        return grad_x, None, None
-    g0, g1 = rotated_pairs(grad, freqs.shape[-1], settings)
-    y0, y1 = rotated_pairs(y, freqs.shape[-1], settings)
-    angle_grad = g1 * y0 - g0 * y1
-    return grad_x, *_axis_sums(-angle_grad if settings[-1] else angle_grad, positions, freqs, needs[1:])
-
-
-def _sum_to(shape: torch.Size, grad: Tensor, settings) -> Tensor:
+def _sum_to(shape: torch.Size, grad: Tensor | None, settings) -> Tensor | None:
     """The sum over broadcast dims; after prefix tokens, one token alone may have been broadcast, too."""
+    if grad is None or grad.shape == shape:
+        return grad
     heads, _, _, prefix, head_dim_first, _ = settings
     token_dim = -2 if heads or head_dim_first else -3
     if prefix and grad.shape[token_dim] != shape[token_dim]:
@@ -68,11 +30,10 @@ def gradients(
     """``(dL/dx, dL/dpositions, dL/dfreqs)``, None where not needed. ``y`` is only read for the latter two."""
     if y is None:
         y = grad
-    results = _routes.rotate_backward_any(grad, y, positions, freqs, settings, needs)
-    grad_x, grad_positions, grad_freqs = results
-    if grad_x is not None and grad_x.shape != x_shape:
-        grad_x = _sum_to(x_shape, grad_x, settings)
-    return grad_x, grad_positions, grad_freqs
+    grad_x, grad_positions, grad_freqs = _routes.rotate_backward_any(
+        grad, y, positions, freqs, settings, needs
+    )
+    return _sum_to(x_shape, grad_x, settings), grad_positions, grad_freqs
 
 
 class Rotate(torch.autograd.Function):
@@ -100,6 +61,54 @@ class Rotate(torch.autograd.Function):
         y, positions, freqs = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         return *gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None, None
+
+
+def gradients_qk(
+    grads, outputs, positions: Tensor, freqs: Tensor, settings: tuple, needs, shapes
+) -> list[Tensor | None]:
+    """Those of queries, keys, positions and freqs; ``grads`` and ``outputs`` are of the rotated two."""
+    if _routes.can_join(grads, outputs, positions, freqs):
+        if outputs[0] is None:  # and not read
+            outputs = grads
+        each = (needs[0] or needs[1], *needs[2:])
+        results = _ops.rotate_qk_backward(*grads, *outputs, positions, freqs, *settings, *each)
+        results = [r if n else None for r, n in zip(results, needs, strict=True)]
+        return [*map(_sum_to, shapes, results, (settings, settings)), *results[2:]]
+    of_x: list[Tensor | None] = [None, None]
+    sums: list[Tensor | None] = [None, None]
+    for i, (grad, y) in enumerate(zip(grads, outputs, strict=True)):
+        if grad is not None:
+            each = (needs[i], *needs[2:])
+            of_x[i], *more = gradients(grad, y, positions, freqs, settings, each, shapes[i])
+            sums = [b if a is None or b is None else a + b for a, b in zip(sums, more, strict=True)]
+    return [*of_x, *sums]
+
+
+def _qk_setup(ctx, inputs, output):
+    query, key, positions, freqs, *settings = inputs
+    outputs = output if any(ctx.needs_input_grad[2:4]) else (None, None)
+    ctx.save_for_backward(*outputs, positions, freqs)
+    ctx.settings, ctx.shapes = tuple(settings), (query.shape, key.shape)
+    ctx.set_materialize_grads(False)
+
+
+def _qk_backward(ctx, *grads):
+    *outputs, positions, freqs = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    results = gradients_qk(grads, outputs, positions, freqs, ctx.settings, needs[:4], ctx.shapes)
+    return *results, *[None] * (len(needs) - 4)
+
+
+class RotateQK(torch.autograd.Function):
+    """Eager training of queries and keys by the same positions, with cosines and sines formed once."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _ops.rotate_qk(*inputs)
+        _qk_setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_qk_backward)
 
 
 class RotatePacked(torch.autograd.Function):
@@ -156,18 +165,9 @@ torch.library.register_autograd(
 )
 
 
-def angle_gradients_by_definition(
-    grad: Tensor, x: Tensor, angles: Tensor, needs
-) -> tuple[Tensor | None, Tensor | None]:
-    """The backward of the rotation by given angles in differentiable steps."""
-    grad_x = torch.ops.nd_rotary.rotate_embeddings(grad, -angles)
-    grad_angles = None
-    if needs[1]:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x0, x1 = pair_channels(x.to(dtype), angles.shape[-1], 2, 0)
-        g0, g1 = pair_channels(grad_x.to(dtype), angles.shape[-1], 2, 0)
-        grad_angles = (x0 * g1 - x1 * g0).sum_to_size(angles.shape).to(angles.dtype)
-    return grad_x if needs[0] else None, grad_angles
+torch.library.register_autograd(
+    "nd_rotary::apply_rope_qk", _qk_backward, setup_context=_qk_setup, lib=_ops._library
+)
 
 
 def _rotate_embeddings_setup(ctx, inputs, output):
@@ -177,12 +177,14 @@ def _rotate_embeddings_setup(ctx, inputs, output):
 
 
 def _rotate_embeddings_backward(ctx, grad):
+    from .angles import rotate_embeddings_backward
+
     x, angles = ctx.saved_tensors
     needs = ctx.needs_input_grad
     x_full = grad if x is None else x.expand(grad.shape)
     # a rule for sharding can't tell what an operator without integers is asked for
     if torch.is_grad_enabled() or _routes.is_distributed(grad, x_full, angles):
-        grad_x, grad_angles = angle_gradients_by_definition(grad, x_full, angles, needs)
+        grad_x, grad_angles = rotate_embeddings_backward(grad, x_full, angles, *needs)
     else:
         results = _ops.rotate_by_angles_backward(grad, x_full, angles, *needs)
         grad_x, grad_angles = (r if need else None for r, need in zip(results, needs, strict=True))

@@ -65,8 +65,10 @@ def check_apply_rope(
     rotary_offset: int,
     num_prefix_tokens: int,
     head_dim_first: bool,
+    in_place: bool = False,
 ) -> int:
-    """All rules of ``apply_rope``; returns the layout as the number of channels in a block.
+    """All rules of ``apply_rope`` and ``apply_rope_``; returns the layout as the number of channels in a
+    block.
 
     Raises:
         ValueError: naming the argument, the rule and what came.
@@ -104,7 +106,7 @@ def check_apply_rope(
     if layout == "interleaved":
         block = 2
     elif layout == "half":
-        block = max(2 * pairs, 2)
+        block = 2 * pairs or 2
     elif isinstance(layout, int) and not isinstance(layout, bool):
         block = layout
         if block < 2 or block % 2 != 0 or (2 * pairs) % block != 0:
@@ -117,6 +119,9 @@ def check_apply_rope(
             f"Expected layout to be 'interleaved', 'half' or a number of channels, got {layout!r}"
         )
 
+    if in_place:
+        check_own_memory(x, "x")
+        check_not_leaf(x)
     if dims == len(position_shape) + 1 and not num_prefix_tokens:
         if head_dim_first:
             if shape[-2] == position_shape[-2] and shape[:-3] == position_shape[:-2]:
@@ -137,29 +142,13 @@ def check_apply_rope(
             f"Expected the result to have at most {MAX_DIMS} dims, got x {tuple(shape)} and positions "
             f"{tuple(position_shape)}"
         )
+    if in_place:
+        check_full_shape(lead, position_shape[:-1], "x", "positions")
     return block
 
 
-def check_apply_rope_(
-    x: Tensor,
-    positions: Tensor,
-    freqs: Tensor,
-    layout: str | int,
-    rotary_offset: int,
-    num_prefix_tokens: int,
-    head_dim_first: bool,
-) -> int:
-    """All rules of ``apply_rope_``; returns and raises as :func:`check_apply_rope`."""
-    block = check_apply_rope(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
-    lead = [*x.shape[:-3], x.shape[-2]] if head_dim_first else list(x.shape[:-2])
-    if num_prefix_tokens:
-        lead[-1] -= num_prefix_tokens
-    check_in_place(x, lead, positions.shape[:-1], "x", "positions")
-    return block
-
-
-def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str) -> None:
-    """What writing to ``x`` needs: one element per place in memory, and no broadcasting of ``x``."""
+def check_full_shape(lead, position_lead, name: str, position_name: str) -> None:
+    """In place nothing broadcasts what is written to."""
     if len(position_lead) > len(lead) or any(
         b != 1 and a != b for a, b in zip(reversed(lead), reversed(position_lead), strict=False)
     ):
@@ -167,12 +156,15 @@ def check_in_place(x: Tensor, lead, position_lead, name: str, position_name: str
             f"In place, {name} needs the full shape: expected leading dims of {position_name} to be "
             f"broadcastable to those of {name}, got {tuple(position_lead)} and {tuple(lead)}"
         )
+
+
+def check_own_memory(x: Tensor, name: str) -> None:
+    """In place no two elements may be one in memory."""
     if overlaps_itself(x):
         raise ValueError(
             f"In place, expected each element of {name} to have memory of its own, got strides {x.stride()} "
             f"for shape {tuple(x.shape)} (expanded or overlapping; clone it first)"
         )
-    check_not_leaf(x)
 
 
 def check_not_leaf(x: Tensor) -> None:

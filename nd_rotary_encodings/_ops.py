@@ -5,7 +5,7 @@ Names with a leading underscore are the raw operators, without autograd, which e
 autograd makes every call dearer, gradients or not. The public twins, with the same kernels, know their
 derivatives (_autograd.py); they serve ``torch.compile``, ``torch.export``, TorchScript and direct callers.
 
-The CPU kernels come from C (csrc/torch_ops.c), where the order of the arguments must be that of the schemas.
+The CPU kernels come from C (csrc/torch_ops.h), where the order of the arguments must be that of the schemas.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _ROTATE = (
     "int num_prefix_tokens=0, bool head_dim_first=False, bool inverse=False"
 )
 _ROTATE_BACKWARD = (
-    "Tensor grad, Tensor y, Tensor positions, Tensor freqs, int heads, int block, int rotary_offset, "
+    "Tensor positions, Tensor freqs, int heads, int block, int rotary_offset, "
     "int num_prefix_tokens, bool head_dim_first, bool inverse, "
     "bool need_x, bool need_positions, bool need_freqs"
 )
@@ -30,11 +30,12 @@ _library = torch.library.Library("nd_rotary", "DEF")
 _decompositions = {}
 
 
-def _operator(schema: str, shape_function, definition, *names: str) -> None:
+def _operator(
+    schema: str, shape_function, definition, *names: str, strides=torch.Tag.flexible_layout
+) -> None:
     for name in names:
-        # the kernels take any strides; without the tag Inductor would copy tensors into the strides it traced
-        tags = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
-        _library.define(name + schema, tags=tags)
+        # kernels take any strides; without the tag Inductor would copy tensors into the strides it traced
+        _library.define(name + schema, tags=(strides, torch.Tag.pt2_compliant_tag))
         _library.impl(name, definition, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nd_rotary::{name}", shape_function, lib=_library)
         operator = getattr(torch.ops.nd_rotary, name).default
@@ -139,13 +140,30 @@ def _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs):
 
 
 def _rotate_backward_definition(grad, y, positions, freqs, *settings_and_needs):
-    from ._autograd import gradients_by_definition
-
     _check_backends(grad, y, positions, freqs)
     settings, needs = settings_and_needs[:-3], settings_and_needs[-3:]
-    results = gradients_by_definition(grad, y, positions, freqs, settings, needs)
+    results = reference.apply_rope_backward(grad, y, positions, freqs, settings, needs)
     empty = _rotate_backward_fake(grad, y, positions, freqs, *settings_and_needs)
     return tuple(e if r is None else _laid_out(r, e) for r, e in zip(results, empty, strict=True))
+
+
+def _rotate_qk_fake(query, key, *arguments):
+    return _rotate_fake(query, *arguments), _rotate_fake(key, *arguments)
+
+
+def _rotate_qk_definition(query, key, *arguments):
+    return rotate_definition(query, *arguments), rotate_definition(key, *arguments)
+
+
+def _rotate_qk_backward_fake(grad_query, grad_key, y_query, y_key, *arguments):
+    grad_query, *sums = _rotate_backward_fake(grad_query, y_query, *arguments)
+    return grad_query, _rotate_backward_fake(grad_key, y_key, *arguments)[0], *sums
+
+
+def _rotate_qk_backward_definition(grad_query, grad_key, y_query, y_key, *arguments):
+    of_query = _rotate_backward_definition(grad_query, y_query, *arguments)
+    of_key = _rotate_backward_definition(grad_key, y_key, *arguments)
+    return of_query[0], of_key[0], of_query[1] + of_key[1], of_query[2] + of_key[2]
 
 
 def _rotate_by_angles_fake(x, angles):
@@ -154,7 +172,7 @@ def _rotate_by_angles_fake(x, angles):
     return x.new_empty((*lead, *x.shape[-2:]))
 
 
-def _rotate_by_angles_definition(x, angles):
+def rotate_by_angles_definition(x, angles):
     _check_backends(x, angles)
     return reference.rotate_by_angles(x, angles).contiguous()
 
@@ -177,10 +195,10 @@ def _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles):
 
 
 def _rotate_by_angles_backward_definition(grad, x, angles, need_x, need_angles):
-    _check_backends(grad, x, angles)
-    from ._autograd import angle_gradients_by_definition
+    from .angles import rotate_embeddings_backward
 
-    results = angle_gradients_by_definition(grad, x, angles, (need_x, need_angles))
+    _check_backends(grad, x, angles)
+    results = rotate_embeddings_backward(grad, x, angles, need_x, need_angles)
     empty = _rotate_by_angles_backward_fake(grad, x, angles, need_x, need_angles)
     return tuple(e if r is None else _laid_out(r, e) for r, e in zip(results, empty, strict=True))
 
@@ -193,8 +211,7 @@ def _calculate_angles_fake(positions, freqs):
 def calculate_angles_definition(positions, freqs):
     _check_backends(positions, freqs)
     wide = reference.wide_dtype(freqs.device)
-    freqs_wide = freqs.to(wide).sum(1)
-    return (positions.to(wide)[..., None, None] * freqs_wide).sum(-3).to(freqs.dtype)
+    return reference.sum_over_axes(positions, freqs.to(wide).sum(1), wide).to(freqs.dtype)
 
 
 _operator(
@@ -211,15 +228,30 @@ _operator(
     "_rotate_",
 )
 _operator(
-    f"({_ROTATE_BACKWARD}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor y, {_ROTATE_BACKWARD}) -> (Tensor, Tensor, Tensor)",
     _rotate_backward_fake,
     _rotate_backward_definition,
     "_rotate_backward",
 )
 _operator(
+    f"(Tensor query, Tensor key, {_ROTATE}) -> (Tensor, Tensor)",
+    _rotate_qk_fake,
+    _rotate_qk_definition,
+    "_rotate_qk",
+    "apply_rope_qk",
+)
+_operator(
+    f"(Tensor grad_query, Tensor grad_key, Tensor y_query, Tensor y_key, {_ROTATE_BACKWARD}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _rotate_qk_backward_fake,
+    _rotate_qk_backward_definition,
+    "_rotate_qk_backward",
+    strides=torch.Tag.needs_exact_strides,  # alike for queries and keys
+)
+_operator(
     "(Tensor x, Tensor angles) -> Tensor",
     _rotate_by_angles_fake,
-    _rotate_by_angles_definition,
+    rotate_by_angles_definition,
     "_rotate_by_angles",
     "rotate_embeddings",
 )
@@ -260,6 +292,7 @@ def _with_negative_bit(op):
 _library.impl("_rotate_", _with_negative_bit(torch.ops.nd_rotary._rotate_), "Negative")
 _library.impl("_rotate_by_angles_", _with_negative_bit(torch.ops.nd_rotary._rotate_by_angles_), "Negative")
 
+# settings, here and elsewhere: the arguments after freqs, in the order of the schemas
 DEFAULT_SETTINGS = (0, 2, 0, 0, False, False)
 
 
@@ -272,5 +305,8 @@ def inverse_of(settings: tuple) -> tuple:
 rotate = torch.ops.nd_rotary._rotate.default._op
 rotate_ = torch.ops.nd_rotary._rotate_.default._op
 rotate_backward = torch.ops.nd_rotary._rotate_backward.default  # Dynamo traces no `_op`
+rotate_qk = torch.ops.nd_rotary._rotate_qk.default._op
+rotate_qk_backward = torch.ops.nd_rotary._rotate_qk_backward.default
 rotate_by_angles_backward = torch.ops.nd_rotary._rotate_by_angles_backward.default
 apply_rope = torch.ops.nd_rotary.apply_rope.default
+apply_rope_qk = torch.ops.nd_rotary.apply_rope_qk.default

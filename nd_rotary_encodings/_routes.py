@@ -8,7 +8,7 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _autograd, _ops, _transforms, reference
+from . import _autograd, _ops, _transforms
 from ._ops import inverse_of
 from .reference import queries_and_keys
 
@@ -86,24 +86,53 @@ def rotate_any(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> 
         if settings[0]:  # heads may be sharded, too: each process has some of them
             x = x.unflatten(-1, (settings[0], -1))
             return rotate_any(x, positions, freqs, (0, *settings[1:])).flatten(-2)
-    if torch.onnx.is_in_onnx_export():  # in the strides of the kernel's result, on which views may depend
-        return _ops.rotate_definition(x, positions, freqs, *settings)
     if needs_definition(x, positions, freqs):
-        return reference.apply_rope(x, positions, freqs, *settings)
+        return _ops.rotate_definition(x, positions, freqs, *settings)
     if is_transformed():
         return _transforms.RotateTransformed.apply(x, positions, freqs, settings)
     return _ops.apply_rope(x, positions, freqs, *settings)
 
 
+def rotate_qk(
+    query: Tensor, key: Tensor, positions: Tensor, freqs: Tensor, settings: tuple
+) -> tuple[Tensor, Tensor]:
+    """:func:`rotate_any` of both, with cosines and sines formed once for both where the kernels are used."""
+    records = _records(query, positions, freqs) or _records(key, positions, freqs)
+    # with a derivative, both results need gradients
+    if not records or query.requires_grad == key.requires_grad or _records(freqs, positions, freqs):
+        if is_plain(query, positions, freqs) and type(key) in _PLAIN_TYPES:
+            if records:
+                return _autograd.RotateQK.apply(query, key, positions, freqs, *settings)
+            return _ops.rotate_qk(query, key, positions, freqs, *settings)
+        tensors = (query, key, positions, freqs)
+        if not (is_transformed() or is_distributed(*tensors) or needs_definition(*tensors)):
+            return _ops.apply_rope_qk(*tensors, *settings)
+    return rotate_any(query, positions, freqs, settings), rotate_any(key, positions, freqs, settings)
+
+
+def can_join(grads, outputs, *others: Tensor) -> bool:
+    """Whether the backward of :func:`rotate_qk` can be one call of a kernel."""
+    return (
+        all(grad is not None for grad in grads)
+        and not torch.is_grad_enabled()
+        and not is_transformed()
+        and not is_distributed(*grads, *others)
+        and _lie_alike(*grads)
+        and (outputs[0] is None or _lie_alike(*outputs))
+    )
+
+
+def _lie_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:
     """``apply_rope_`` after its checks."""
     if not is_plain(x, positions, freqs):
-        if is_distributed(x, positions, freqs):
-            return x.copy_(rotate_any(x, positions, freqs, settings))
         if needs_definition(x, positions, freqs):
             # of a clone, as the definition's backward needs the values that are overwritten
-            return x.copy_(reference.apply_rope(x.clone(), positions, freqs, *settings))
-        if is_transformed():
+            return x.copy_(rotate_any(x.clone(), positions, freqs, settings))
+        if is_transformed() or is_distributed(x, positions, freqs):
             return x.copy_(rotate_any(x, positions, freqs, settings))
         if is_traced():
             if _records(x, positions, freqs) or torch.compiler.is_exporting():

@@ -33,7 +33,7 @@ def distribute(x: Tensor, positions: Tensor, freqs: Tensor) -> tuple[Tensor, Ten
     return x, positions, freqs
 
 
-_ops = torch.ops.nd_rotary
+ops = torch.ops.nd_rotary
 
 
 def _full_dims(first: int, second: int) -> tuple[bool, bool]:
@@ -81,7 +81,7 @@ def _summed(dim: int | None):
     return Partial() if dim is None else Shard(dim)
 
 
-@register_sharding([_ops._rotate.default, _ops.apply_rope.default])
+@register_sharding([ops._rotate.default, ops.apply_rope.default])
 def _rotate(x, positions, freqs, heads=0, block=2, offset=0, prefix=0, head_dim_first=False, inverse=False):
     settings = [None] * 6
     rules = [([_shard(None)], [_shard(None)] * 3 + settings)]
@@ -90,7 +90,7 @@ def _rotate(x, positions, freqs, heads=0, block=2, offset=0, prefix=0, head_dim_
     return rules
 
 
-@register_sharding(_ops._rotate_backward.default)
+@register_sharding(ops._rotate_backward.default)
 def _rotate_backward(
     grad, y, positions, freqs, heads, block, offset, prefix, head_dim_first, inverse, *needs
 ):
@@ -102,7 +102,7 @@ def _rotate_backward(
     return rules
 
 
-@register_sharding([_ops._rotate_by_angles.default, _ops.rotate_embeddings.default])
+@register_sharding([ops._rotate_by_angles.default, ops.rotate_embeddings.default])
 def _rotate_by_angles(x, angles):
     rules = [([_shard(None)], [_shard(None)] * 2)]
     for dim in range(x.ndim - 1):
@@ -111,7 +111,7 @@ def _rotate_by_angles(x, angles):
     return rules
 
 
-@register_sharding([_ops._calculate_angles.default, _ops.calculate_rope.default])
+@register_sharding([ops._calculate_angles.default, ops.calculate_rope.default])
 def _calculate_angles(positions, freqs):
     rules = [([_shard(None)], [_shard(None)] * 2)]
     rules += [([_shard(dim)], [_shard(dim), _shard(None)]) for dim in range(positions.ndim - 1)]

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from . import _autograd, _ops, _routes
 from ._ops import inverse_of
-from .reference import heads_back, join_channels
+from .reference import heads_back, join_channels, rotated_pairs, sum_over_axes
 
 
 def _sum(tensors: list[Tensor]) -> Tensor | None:
@@ -28,13 +28,13 @@ def _quarter_turn(
     """How the rotated ``y`` changes as positions and frequencies move along tangents: ``(-y1, y0)`` times the
     rate of the angle, and zero for what isn't rotated."""
     heads, block, rotary_offset, prefix, head_dim_first, inverse = settings
-    y0, y1 = _autograd.rotated_pairs(y, freqs.shape[-1], settings)
+    y0, y1 = rotated_pairs(y, freqs.shape[-1], settings)
     products = []
     if position_tangent is not None:
         products.append((position_tangent, freqs))
     if freq_tangent is not None:
         products.append((positions, freq_tangent))
-    rate = sum((p.to(y0.dtype)[..., None, None] * f.to(y0.dtype)).sum(-3) for p, f in products)
+    rate = sum(sum_over_axes(p, f, y0.dtype) for p, f in products)
     if inverse:
         rate = -rate
     turned = join_channels(-y1 * rate, y0 * rate, block).to(y.dtype)

@@ -3,12 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import _autograd, _ops, reference  # noqa: F401  (_autograd registers derivatives)
+from . import _autograd, _ops  # noqa: F401  (_autograd registers derivatives)
 from ._routes import is_transformed, needs_definition
-
-
-def _needs_definition(a: Tensor, b: Tensor) -> bool:
-    return is_transformed() or needs_definition(a, b)
+from .reference import sum_over_axes_backward
 
 
 def _check_real_strided(tensor: Tensor, name: str) -> None:
@@ -78,14 +75,15 @@ def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
             f"{embeddings.shape} and {rope_encoding.shape}"
         )
     _check_dims(embeddings, "embeddings", 3)
-    if embeddings.size(-1) != rope_encoding.size(-1) * 2:
+    sizes, angle_sizes = embeddings.shape, rope_encoding.shape
+    if sizes[-1] != angle_sizes[-1] * 2:
         raise ValueError(
             "Expected rope_encoding to have last dimension equal to 1/2 embedding's head dim, got "
-            f"{rope_encoding.size(-1)} and {embeddings.size(-1)}"
+            f"{angle_sizes[-1]} and {sizes[-1]}"
         )
-    for d in range(embeddings.ndim - 1):
-        a, b = embeddings.size(d), rope_encoding.size(d)
-        if a != b and b != 1 and (a != 1 or d == embeddings.ndim - 2):
+    for d in range(len(sizes) - 1):
+        a, b = sizes[d], angle_sizes[d]
+        if a != b and b != 1 and (a != 1 or d == len(sizes) - 2):
             raise RuntimeError(
                 f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton "
                 f"dimension {d}"
@@ -94,8 +92,8 @@ def _check_angles(embeddings: Tensor, rope_encoding: Tensor) -> None:
 
 def _rotate(embeddings: Tensor, rope_encoding: Tensor) -> Tensor:
     if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
-        if _needs_definition(embeddings, rope_encoding):
-            return reference.rotate_by_angles(embeddings, rope_encoding).contiguous()
+        if is_transformed() or needs_definition(embeddings, rope_encoding):
+            return _ops.rotate_by_angles_definition(embeddings, rope_encoding)
     return torch.ops.nd_rotary.rotate_embeddings(embeddings, rope_encoding)
 
 
@@ -114,7 +112,7 @@ def calculate_rope(positions: Tensor, rope_freqs: Tensor) -> Tensor:
     """
     _check_freqs(positions, rope_freqs)
     if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
-        if _needs_definition(positions, rope_freqs):
+        if is_transformed() or needs_definition(positions, rope_freqs):
             return _ops.calculate_angles_definition(positions, rope_freqs)
     return torch.ops.nd_rotary.calculate_rope(positions, rope_freqs)
 
@@ -150,30 +148,22 @@ def calculate_rope_backward(
             "Expected grad_rope_encoding to have the heads and pairs of rope_freqs, got shapes "
             f"{grad_rope_encoding.shape} and {rope_freqs.shape}"
         )
-    grad_positions: Tensor | None = None
-    grad_rope_freqs: Tensor | None = None
     dtype = torch.promote_types(
         torch.promote_types(grad_rope_encoding.dtype, rope_freqs.dtype), torch.float32
     )
     if positions.is_floating_point():
         dtype = torch.promote_types(dtype, positions.dtype)
-    grad = grad_rope_encoding.to(dtype)
-    if needs_grad_positions:
-        # products and sums rather than a matmul, which may run in reduced precision
-        freqs = rope_freqs.to(dtype).sum(1)
-        sums = [(grad * freqs[a]).sum((-2, -1)) for a in range(freqs.size(0))]
-        grad_positions = torch.stack(sums, -1).sum_to_size(positions.shape).to(positions.dtype).contiguous()
-    if needs_grad_rope_freqs:
-        flat = (
-            positions.to(dtype)
-            .expand(grad.shape[:-2] + (positions.size(-1),))  # noqa: RUF005  (TorchScript)
-            .flatten(0, -2)
-        )
-        rows = grad.flatten(0, -3)
-        sums = [(rows * flat[:, a].unsqueeze(-1).unsqueeze(-1)).sum(0) for a in range(flat.size(1))]
-        full = torch.stack(sums).unsqueeze(1).expand(-1, rope_freqs.size(1), -1, -1)
-        grad_rope_freqs = full.sum_to_size(rope_freqs.shape).to(rope_freqs.dtype).contiguous()
-    return grad_positions, grad_rope_freqs
+    grad_positions, grad_freqs = sum_over_axes_backward(
+        grad_rope_encoding.to(dtype),
+        positions,
+        rope_freqs.to(dtype).sum(1),
+        needs_grad_positions,
+        needs_grad_rope_freqs,
+    )
+    if grad_freqs is not None:  # the same for all groups, which are summed
+        groups = grad_freqs.unsqueeze(1).expand(-1, rope_freqs.size(1), -1, -1)
+        grad_freqs = groups.to(rope_freqs.dtype).contiguous()
+    return grad_positions, grad_freqs
 
 
 def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd: bool = True) -> Tensor:
@@ -182,7 +172,7 @@ def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd:
     Args:
         embeddings: ``[..., H, D]``, float16, bfloat16, float32 or float64.
         rope_encoding: angles in radians ``[..., H or 1, D / 2]``, with as many dims; leading dims broadcast.
-        needs_autograd: False writes the result into ``embeddings``, without autograd.
+        needs_autograd: False writes the result into ``embeddings``, as an in-place operation of PyTorch.
 
     Returns:
         The rotated embeddings in their own dtype, contiguous; with ``needs_autograd=False`` ``embeddings``
@@ -195,11 +185,16 @@ def rotate_embeddings(embeddings: Tensor, rope_encoding: Tensor, needs_autograd:
     _check_angles(embeddings, rope_encoding)
     if needs_autograd:
         return _rotate(embeddings, rope_encoding)
-    if torch.is_grad_enabled() and embeddings.requires_grad and embeddings.is_leaf:
+    recorded = torch.is_grad_enabled() and (embeddings.requires_grad or rope_encoding.requires_grad)
+    if recorded and embeddings.requires_grad and embeddings.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript leaves out this block, not half a condition)
-        if torch.compiler.is_exporting():  # decompositions() reaches functional operators only
-            return embeddings.copy_(_rotate(embeddings, rope_encoding))
+    if not torch.jit.is_scripting():
+        # the operator that writes has no derivative, and decompositions() reaches functional operators only
+        recorded = recorded or is_transformed() or torch.compiler.is_exporting()
+    if recorded:
+        # the gradient of the angles needs the values that are overwritten
+        values = embeddings.clone() if rope_encoding.requires_grad else embeddings
+        return embeddings.copy_(_rotate(values, rope_encoding))
     torch.ops.nd_rotary._rotate_by_angles_(embeddings, rope_encoding)
     if not torch.jit.is_scripting():
         torch.autograd.graph.increment_version(embeddings)
@@ -243,6 +238,8 @@ def rotate_embeddings_backward(
     grad_rope_encoding: Tensor | None = None
     if not needs_grad_embeddings and not needs_grad_rope_encoding:
         return grad_embeddings, grad_rope_encoding
+    if not needs_autograd and not torch.jit.is_scripting():
+        needs_autograd = is_transformed()
     if needs_autograd:
         rotated = _rotate(grad, -rope_encoding)
         if needs_grad_rope_encoding:

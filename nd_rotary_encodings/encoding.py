@@ -5,12 +5,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 
 from . import functional
-from ._checks import EMBEDDING_DTYPES, check_broadcast, check_in_place, check_not_leaf, check_types, overlap
+from ._checks import (
+    EMBEDDING_DTYPES,
+    check_broadcast,
+    check_full_shape,
+    check_not_leaf,
+    check_own_memory,
+    check_types,
+    overlap,
+)
 from ._ops import DEFAULT_SETTINGS
-from ._routes import is_plain, rotate_any, rotate_any_
+from ._routes import is_plain, is_traced, is_transformed, rotate_any, rotate_any_, rotate_qk
 from .frequencies import group_sizes, init_nd_freqs, read_freq_group_pattern
 
 
@@ -122,7 +129,7 @@ class RoPEEncodingND(nn.Module):
             1 if self.share_heads else self.n_heads,
             self._pattern,
             self.enforce_freq_groups_equal,
-            self._base_theta if device.type != "meta" else self._base_theta.to("meta"),
+            self._base_theta,
             dtype=self.dtype,
             device=device,
         )
@@ -178,7 +185,7 @@ class RoPEEncodingND(nn.Module):
             query_pos: ``[..., P]``, any real dtype, in true units, not normalized to [0, 1]. Leading dims
                 broadcast against those of ``query``, both ways.
             key: ``[..., E]``.
-            key_pos: ``[..., P]``. Default: ``query_pos``.
+            key_pos: ``[..., P]``. Default: ``query_pos``; then cosines and sines are formed once for both.
 
         Returns:
             The rotated query in its own dtype, or a tuple of query and key. With ``inplace`` the tensors
@@ -210,8 +217,7 @@ class RoPEEncodingND(nn.Module):
         if self.forward_only:
             return self._forward_only(query, query_pos, key, key_pos, freqs)
         try:
-            rotated = self._rotate(query, query_pos, freqs)
-            return rotated if key is None else (rotated, self._rotate(key, key_pos, freqs))
+            return self._rotate(query, query_pos, key, key_pos, freqs)
         except RuntimeError:
             self._check(query, query_pos, key, key_pos, freqs)
             raise
@@ -225,28 +231,28 @@ class RoPEEncodingND(nn.Module):
             self.shape_check(key, key_pos)
             check_types(key, key_pos, freqs, "key", "key_pos")
 
-    def _rotate(self, x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-        return rotate_any(x, positions, freqs, self._settings)
+    def _rotate(self, query, query_pos, key, key_pos, freqs):
+        if key is not None and key_pos is query_pos:
+            return rotate_qk(query, key, query_pos, freqs, self._settings)
+        rotated = rotate_any(query, query_pos, freqs, self._settings)
+        return rotated if key is None else (rotated, rotate_any(key, key_pos, freqs, self._settings))
 
     def _forward_only(self, query, query_pos, key, key_pos, freqs):
         self._warn_of_detaching(6, query, query_pos, key, key_pos)
-        if self.inplace:
-            for x in (query,) if key is None else (query, key):
-                check_not_leaf(x)
         pairs = [(query, query_pos)] if key is None else [(query, query_pos), (key, key_pos)]
+        if self.inplace:
+            for (x, positions), name in zip(pairs, ("query", "key"), strict=False):
+                check_full_shape(x.shape[:-1], positions.shape[:-1], name, f"{name}_pos")
+                check_own_memory(x, name)
+                check_not_leaf(x)
+            if key is not None and overlap(query, key):
+                raise ValueError(
+                    "In place, expected query and key to share no memory, but their elements overlap"
+                )
         with torch.no_grad():
             if not self.inplace:
-                rotated = [self._rotate(x, positions, freqs) for x, positions in pairs]
-            else:
-                for (x, positions), name in zip(pairs, ("query", "key"), strict=False):
-                    check_in_place(x, x.shape[:-1], positions.shape[:-1], name, f"{name}_pos")
-                if key is not None and overlap(query, key):
-                    raise ValueError(
-                        "In place, expected query and key to share no memory, but their elements overlap"
-                    )
-                rotated = [x for x, _ in pairs]
-                for x, positions in pairs:
-                    rotate_any_(x, positions, freqs, self._settings)
+                return self._rotate(query, query_pos, key, key_pos, freqs)
+            rotated = [rotate_any_(x, positions, freqs, self._settings) for x, positions in pairs]
         return rotated[0] if key is None else (rotated[0], rotated[1])
 
     def rotate_qkv_(self, qkv: Tensor, positions: Tensor) -> Tensor:
@@ -297,13 +303,13 @@ class RoPEEncodingND(nn.Module):
     def _check_positions(self, positions: Tensor, stacklevel: int) -> None:
         """Warns of normalized coordinates, where values can be read without disturbing anything."""
         if (
-            torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
+            is_traced()
+            or is_transformed()
             or torch._C._len_torch_dispatch_stack()  # make_fx, for one, lets no value be read
             or type(positions) not in (Tensor, nn.Parameter)
+            or positions.is_meta
+            or positions.layout != torch.strided
         ):
-            return
-        if peek_interpreter_stack() is not None or positions.is_meta or positions.layout != torch.strided:
             return
         if positions.is_cuda and torch.cuda.is_current_stream_capturing():
             return

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ._checks import check_apply_rope, check_apply_rope_, check_not_leaf
+from ._checks import check_apply_rope, check_not_leaf
 from ._routes import is_plain, rotate_any, rotate_any_, rotate_packed_, rotate_plain
 from .angles import calculate_rope, calculate_rope_backward, rotate_embeddings, rotate_embeddings_backward
 from .reference import queries_and_keys
@@ -98,7 +98,9 @@ def apply_rope_(
             memory.
         RuntimeError: if ``x`` is a leaf that requires grad, as for any in-place operation of PyTorch.
     """
-    block = check_apply_rope_(x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
+    block = check_apply_rope(
+        x, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first, in_place=True
+    )
     settings = (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
     return rotate_any_(x, positions, freqs, settings)
 
@@ -139,8 +141,8 @@ def apply_rope_qkv_(
     check_not_leaf(qkv)
     positions = positions.unsqueeze(-3)
     part = queries_and_keys(qkv, head_dim_first)
-    block = check_apply_rope_(
-        part, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first
+    block = check_apply_rope(
+        part, positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first, in_place=True
     )
     settings = (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
     return rotate_packed_(qkv, positions, freqs, settings)

@@ -46,6 +46,37 @@ def queries_and_keys(qkv: Tensor, head_dim_first: bool) -> Tensor:
     return qkv.narrow(-4, 0, 2) if head_dim_first else qkv.narrow(-3, 0, 2).transpose(-4, -3)
 
 
+def rotated_pairs(x: Tensor, pairs: int, settings: tuple) -> tuple[Tensor, Tensor]:
+    """The channels ``[..., N, H, F]`` of each pair that is rotated, in float32 at least."""
+    heads, block, rotary_offset, prefix, head_dim_first, _ = settings
+    x = heads_last(x, heads, head_dim_first)
+    if prefix:
+        x = x[..., prefix:, :, :]
+    return pair_channels(x.to(torch.promote_types(x.dtype, torch.float32)), pairs, block, rotary_offset)
+
+
+def sum_over_axes(positions: Tensor, freqs: Tensor, dtype: torch.dtype) -> Tensor:
+    """``sum_a positions[..., a] * freqs[a]`` for ``freqs`` ``[P, H | 1, F]``."""
+    # multiplied and summed rather than a matmul, which may run in reduced precision
+    return (positions.to(dtype)[..., None, None] * freqs.to(dtype)).sum(-3)
+
+
+def sum_over_axes_backward(
+    grad: Tensor, positions: Tensor, freqs: Tensor, need_positions: bool, need_freqs: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of :func:`sum_over_axes`, formed in the dtype of ``grad``. TorchScript compiles this, too."""
+    grad_positions: Tensor | None = None
+    grad_freqs: Tensor | None = None
+    if need_positions:
+        sums = [(grad * f).sum((-2, -1)) for f in freqs.to(grad.dtype).unbind(0)]
+        grad_positions = torch.stack(sums, -1).sum_to_size(positions.shape).to(positions.dtype).contiguous()
+    if need_freqs:
+        full = positions.to(grad.dtype).expand(grad.shape[:-2] + positions.shape[-1:])
+        sums = [(grad * p.unsqueeze(-1).unsqueeze(-1)).sum_to_size(freqs.shape[1:]) for p in full.unbind(-1)]
+        grad_freqs = torch.stack(sums).to(freqs.dtype).contiguous()
+    return grad_positions, grad_freqs
+
+
 def rotate_by_angles(x: Tensor, angles: Tensor, block: int = 2, rotary_offset: int = 0) -> Tensor:
     """``x`` ``[..., H, D]`` rotated by ``angles`` ``[..., H | 1, F]``, in the dtype of ``x``."""
     pairs = angles.shape[-1]
@@ -73,12 +104,24 @@ def apply_rope(
     """``nd_rotary_encodings.apply_rope`` by its definition; ``block`` is the layout as a number of channels,
     and with ``heads`` ``x`` is ``[..., heads * D]``."""
     x = heads_last(x, heads, head_dim_first)
-    wide = wide_dtype(x.device)
-    # multiplied and summed rather than a matmul, which may run in reduced precision
-    angles = (positions.to(wide)[..., None, None] * freqs.to(wide)).sum(-3)
+    angles = sum_over_axes(positions, freqs, wide_dtype(x.device))
     if num_prefix_tokens:
         prefix, x = x[..., :num_prefix_tokens, :, :], x[..., num_prefix_tokens:, :, :]
     y = rotate_by_angles(x, -angles if inverse else angles, block, rotary_offset)
     if num_prefix_tokens:
         y = torch.cat((prefix.expand(*y.shape[:-3], *prefix.shape[-3:]), y), dim=-3)
     return heads_back(y, heads, head_dim_first)
+
+
+def apply_rope_backward(
+    grad: Tensor, y: Tensor, positions: Tensor, freqs: Tensor, settings: tuple, needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``x``, ``positions`` and ``freqs`` from the output ``y``; None where not needed."""
+    inverse = settings[-1]
+    grad_x = apply_rope(grad, positions, freqs, *settings[:-1], inverse=not inverse) if needs[0] else None
+    if not (needs[1] or needs[2]):
+        return grad_x, None, None
+    g0, g1 = rotated_pairs(grad, freqs.shape[-1], settings)
+    y0, y1 = rotated_pairs(y, freqs.shape[-1], settings)
+    grad_angles = g0 * y1 - g1 * y0 if inverse else g1 * y0 - g0 * y1
+    return grad_x, *sum_over_axes_backward(grad_angles, positions, freqs, *needs[1:])

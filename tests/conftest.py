@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests."""
+"""Settings, fixtures and small tools of all tests."""
 
 import os
 
@@ -49,6 +49,16 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+def leaf(tensor):
+    return tensor.detach().requires_grad_()
+
+
+def shape_of(tensor):
+    """Shape, strides where they mean something, dtype."""
+    steps = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tuple(tensor.shape), steps if tensor.numel() else [], tensor.dtype
 
 
 def saved_storages(call):

@@ -13,9 +13,6 @@ from nd_rotary_encodings import (
     apply_rope_qkv_,
     calculate_rope,
     calculate_rope_backward,
-    get_multilevel_freq_group_pattern,
-    init_2d_freqs_rope_mixed,
-    init_nd_freqs,
     rotate_embeddings,
     rotate_embeddings_backward,
 )
@@ -509,8 +506,6 @@ CALCULATION = {
     ),
     "complex positions": ((P.cfloat(), FREQS), ValueError, "Expected positions to be real"),
     "complex freqs": ((P, FREQS.cfloat()), ValueError, "Expected rope_freqs to be real"),
-}
-CALCULATION_TYPES = {
     "bool positions": ((P.bool(), FREQS), ValueError, "Expected positions to be "),
     "integer freqs": ((P, FREQS.int()), ValueError, "Expected rope_freqs to be "),
     "sparse positions": (
@@ -587,8 +582,6 @@ BY_ANGLES = {
         RuntimeError,
         "The size of tensor a (1) must match the size of",
     ),
-}
-BY_ANGLES_TYPES = {
     "float8 embeddings": ((E.to(torch.float8_e4m3fn), A), ValueError, "Expected embeddings"),
     "float8 angles": ((E, A.to(torch.float8_e4m3fn)), ValueError, "Expected "),
     "sparse embeddings": (
@@ -609,21 +602,13 @@ BY_ANGLES_TYPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [*CALCULATION.values(), *CALCULATION_TYPES.values()],
-    ids=[*CALCULATION, *CALCULATION_TYPES],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), CALCULATION.values(), ids=CALCULATION.keys())
 def test_calculate_rope_refuses(arguments, error, text):
     assert_refused(calculate_rope, arguments, {}, error, text)
     assert_refused(RoPEEncodingND.calculate_rope, arguments, {}, error, text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [*CALCULATION.values(), *CALCULATION_TYPES.values()],
-    ids=[*CALCULATION, *CALCULATION_TYPES],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), CALCULATION.values(), ids=CALCULATION.keys())
 def test_calculate_rope_backward_refuses(arguments, error, text):
     assert_refused(calculate_rope_backward, (G, *arguments, True, True), {}, error, text)
 
@@ -652,21 +637,13 @@ def test_calculate_rope_backward_refuses_a_gradient(gradient, text, needs):
 
 
 @pytest.mark.parametrize("needs_autograd", [True, False], ids=["out of place", "in place"])
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [*BY_ANGLES.values(), *BY_ANGLES_TYPES.values()],
-    ids=[*BY_ANGLES, *BY_ANGLES_TYPES],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), BY_ANGLES.values(), ids=BY_ANGLES.keys())
 def test_rotate_embeddings_refuses(arguments, error, text, needs_autograd):
     assert_refused(rotate_embeddings, arguments, {"needs_autograd": needs_autograd}, error, text)
 
 
 @pytest.mark.parametrize("needs_autograd", [True, False])
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [*BY_ANGLES.values(), *BY_ANGLES_TYPES.values()],
-    ids=[*BY_ANGLES, *BY_ANGLES_TYPES],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), BY_ANGLES.values(), ids=BY_ANGLES.keys())
 def test_rotate_embeddings_backward_refuses(arguments, error, text, needs_autograd):
     arguments = (t(*arguments[0].shape), *arguments)
     assert_refused(rotate_embeddings_backward, arguments, {"needs_autograd": needs_autograd}, error, text)
@@ -708,58 +685,3 @@ IN_PLACE_BY_ANGLES = {
 @pytest.mark.parametrize("arguments", IN_PLACE_BY_ANGLES.values(), ids=IN_PLACE_BY_ANGLES.keys())
 def test_rotate_embeddings_in_place_refuses_what_it_cannot_write(arguments):
     assert_refused(rotate_embeddings, arguments, {"needs_autograd": False}, (ValueError, RuntimeError), "")
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        (apply_rope_, (X, P, F)),
-        (rotate_embeddings, (E, A, False)),
-        (apply_rope_qkv_, (QKV, P, F)),
-    ],
-    ids=["apply_rope_", "rotate_embeddings", "apply_rope_qkv_"],
-)
-def test_in_place_on_a_leaf_is_pytorchs_error(function, arguments):
-    arguments = (arguments[0].clone().requires_grad_(), *arguments[1:])
-    before = arguments[0].detach().clone()
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        function(*arguments)
-    assert torch.equal(arguments[0], before)
-    assert arguments[0]._version == 0
-
-
-# ---- frequencies and multilevel patterns
-
-INITIALIZATION = {
-    "odd head_dim": (init_nd_freqs, (2, 7, 1, [[1, 1]]), "head_dim must be even for RoPE"),
-    "odd head_dim, two axes": (init_2d_freqs_rope_mixed, (7, 1), "head_dim must be even for RoPE"),
-    "unequal groups": (
-        init_nd_freqs,
-        (2, 6, 1, [[1, 1], [1, 0]]),
-        "RoPE encodings (3) not evenly divisible by frequency groups (2)",
-    ),
-    "1-D pattern": (init_nd_freqs, (2, 8, 1, [1, 1]), "Expected 2D tensor for freq_group_pattern"),
-    "pattern of other axes": (
-        init_nd_freqs,
-        (2, 8, 1, [[1]]),
-        "Expected second dimension of freq_group_pattern",
-    ),
-    "1-D thetas": (
-        init_nd_freqs,
-        (2, 8, 1, [[1, 1]], True, [1.0, 2.0]),
-        "Expected thetas to either be a scalar or a 2D tensor",
-    ),
-    "thetas of other groups": (
-        init_nd_freqs,
-        (2, 8, 1, [[1, 1]], True, [[1.0], [2.0]]),
-        "Expected thetas to be broadcastable to",
-    ),
-    "unknown pattern": (get_multilevel_freq_group_pattern, (2, "other"), "Unrecognized pattern_name"),
-}
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "text"), INITIALIZATION.values(), ids=INITIALIZATION.keys()
-)
-def test_initialization_refuses(function, arguments, text):
-    assert_refused(function, arguments, {}, ValueError, text)

@@ -19,16 +19,12 @@ import warnings
 
 import pytest
 import torch
+from strategies import EMBEDDING_DTYPES, INTEGER_DTYPES, POSITION_DTYPES
 from torch import Tensor
 
-from nd_rotary_encodings import _C, apply_rope, apply_rope_, reference, rotate_embeddings
+from nd_rotary_encodings import _C, reference
 
 ops = torch.ops.nd_rotary
-EMBEDDINGS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-INTEGERS = (
-    *(torch.uint8, torch.int8, torch.int16, torch.uint16),
-    *(torch.int32, torch.uint32, torch.int64, torch.uint64),
-)
 OTHERS = (
     *(torch.bool, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu),
@@ -156,10 +152,10 @@ def rotation(rng: random.Random, name: str) -> Call:
     shape = [*lead, n_heads * head_dim] if joined else [*lead, n_heads, head_dim]
     if head_first:
         shape = [*lead[:-1], n_heads, lead[-1], head_dim]
-    dtype = rng.choice(EMBEDDINGS)
+    dtype = rng.choice(EMBEDDING_DTYPES)
     x = placed(rng, values(rng, shape, dtype), not writes)
-    positions = placed(rng, values(rng, [*positions_lead, axes], rng.choice(EMBEDDINGS + INTEGERS)), True)
-    freqs = values(rng, [axes, rng.choice((1, n_heads)), pairs], rng.choice(EMBEDDINGS))
+    positions = placed(rng, values(rng, [*positions_lead, axes], rng.choice(POSITION_DTYPES)), True)
+    freqs = values(rng, [axes, rng.choice((1, n_heads)), pairs], rng.choice(EMBEDDING_DTYPES))
     settings = [n_heads if joined else 0, rng.choice(blocks), offset, prefix, head_first, rng.random() < 0.3]
     arguments = [x, positions, placed(rng, freqs, True), *settings]
     if not backward:
@@ -167,6 +163,23 @@ def rotation(rng: random.Random, name: str) -> Call:
     grad = placed(rng, values(rng, shape, dtype), True)
     needs = [rng.random() < 0.8, positions.is_floating_point() and rng.random() < 0.8, rng.random() < 0.8]
     return Call(name, [grad, *arguments, *needs])
+
+
+def rotation_of_two(rng: random.Random, name: str) -> Call:
+    single = rotation(rng, name.replace("_qk", ""))
+    if "backward" in name:
+        grad, y, *others = single.arguments
+        new = [values(rng, t.shape, t.dtype) for t in (grad, grad, y, y)]  # which lie alike
+        call = Call(name, [*new, *others])
+        at = rng.randrange(4)
+        if rng.random() < 0.2:
+            call.arguments[at] = placed(rng, new[at], True)
+            call.changed = True
+        return call
+    query, *others = single.arguments
+    kind = rng.random()
+    key = values(rng, query.shape, query.dtype if kind < 0.8 else rng.choice(EMBEDDING_DTYPES))
+    return Call(name, [query, key if kind < 0.5 else placed(rng, key, True), *others])
 
 
 def rotation_by_angles(rng: random.Random, name: str) -> Call:
@@ -177,9 +190,9 @@ def rotation_by_angles(rng: random.Random, name: str) -> Call:
     angles_lead = [1 if rng.random() < 0.2 else n for n in lead]
     if not (writes or backward):
         lead = [1 if rng.random() < 0.1 else n for n in lead]
-    dtype, shape = rng.choice(EMBEDDINGS), [*lead, n_heads, 2 * pairs]
+    dtype, shape = rng.choice(EMBEDDING_DTYPES), [*lead, n_heads, 2 * pairs]
     x = placed(rng, values(rng, shape, dtype), not writes)
-    angles = values(rng, [*angles_lead, rng.choice((1, n_heads)), pairs], rng.choice(EMBEDDINGS))
+    angles = values(rng, [*angles_lead, rng.choice((1, n_heads)), pairs], rng.choice(EMBEDDING_DTYPES))
     arguments = [x, placed(rng, angles, True)]
     if not backward:
         return Call(name, arguments, writes)
@@ -189,8 +202,8 @@ def rotation_by_angles(rng: random.Random, name: str) -> Call:
 
 def calculation(rng: random.Random, name: str) -> Call:
     lead, axes = [size(rng) for _ in range(rng.randint(1, 3))], max(size(rng), 1)
-    positions = values(rng, [*lead, axes], rng.choice(EMBEDDINGS + INTEGERS))
-    freqs = values(rng, [axes, size(rng), size(rng, most=3), size(rng, 0, 9)], rng.choice(EMBEDDINGS))
+    positions = values(rng, [*lead, axes], rng.choice(POSITION_DTYPES))
+    freqs = values(rng, [axes, size(rng), size(rng, most=3), size(rng, 0, 9)], rng.choice(EMBEDDING_DTYPES))
     return Call(name, [placed(rng, positions, True), placed(rng, freqs, True)])
 
 
@@ -199,6 +212,9 @@ OPERATORS = {
     "apply_rope": rotation,
     "_rotate_": rotation,
     "_rotate_backward": rotation,
+    "_rotate_qk": rotation_of_two,
+    "apply_rope_qk": rotation_of_two,
+    "_rotate_qk_backward": rotation_of_two,
     "_rotate_by_angles": rotation_by_angles,
     "rotate_embeddings": rotation_by_angles,
     "_rotate_by_angles_": rotation_by_angles,
@@ -271,7 +287,7 @@ def without_memory(rng, t):
 
 
 def of_another_dtype(rng, t):
-    return t.to(rng.choice(EMBEDDINGS + INTEGERS + OTHERS))
+    return t.to(rng.choice(POSITION_DTYPES + OTHERS))
 
 
 def quantized(rng, t):
@@ -363,7 +379,7 @@ def is_comparable(call: Call) -> bool:
     if call.huge or not call.comparable:
         return False
     if not all(
-        storage_of(t) is not None and has_memory(t) and t.dtype in EMBEDDINGS + INTEGERS for t in call.tensors
+        storage_of(t) is not None and has_memory(t) and t.dtype in POSITION_DTYPES for t in call.tensors
     ):
         return False
     x = call.arguments[0]
@@ -374,7 +390,7 @@ def is_comparable(call: Call) -> bool:
 def exact(t: Tensor) -> Tensor:
     """A copy of the values in float64."""
     t = t.detach()
-    if t.is_neg() and t.dtype in INTEGERS:  # PyTorch can't negate all of them
+    if t.is_neg() and t.dtype in INTEGER_DTYPES:  # PyTorch can't negate all of them
         t = torch._neg_view(t).to(torch.int64).neg().to(t.dtype)
     return torch.empty(t.shape, dtype=torch.float64).copy_(t)
 
@@ -465,10 +481,14 @@ def assert_gradients(
 def assert_result(call: Call, result, copies: list[Tensor], generator: random.Random) -> None:
     kind = OPERATORS[call.name]
     settings = [a for a in call.arguments if not isinstance(a, Tensor)]
-    if kind is rotation and not copies[-1].shape[-1]:
+    if kind in (rotation, rotation_of_two) and not copies[-1].shape[-1]:
         settings[1] = 2  # without pairs any block will do, and in the definition overflow
     eps = max(torch.finfo(t.dtype).eps for t in call.tensors if t.is_floating_point())
     if "backward" in call.name:
+        if kind is rotation_of_two:  # as one call with one more dim
+            copies = [torch.stack(copies[:2]), torch.stack(copies[2:4]), *copies[4:]]
+            of_x = torch.stack(result[:2]) if result[0].shape == copies[0].shape[1:] else result[0]
+            kind, result = rotation, (of_x, *result[2:])
         count = len(result)
         needs, settings = settings[-count:], settings[:-count]
         grad, x, *operands = copies
@@ -476,6 +496,10 @@ def assert_result(call: Call, result, copies: list[Tensor], generator: random.Ra
             x = reference.apply_rope(x, *operands, *settings[:-1], not settings[-1])
         results = [r if need else None for r, need in zip(result, needs, strict=True)]
         assert_gradients(kind, results, [x, *operands], settings, grad, eps)
+        return
+    if kind is rotation_of_two:
+        for y, x in zip(result, copies[:2], strict=True):
+            assert_rotated(y.detach(), [x, *copies[2:]], settings)
         return
     y = call.arguments[0] if call.writes else result
     if kind is calculation:
@@ -548,180 +572,6 @@ def test_arbitrary_calls_return_what_the_definition_gives_or_raise_and_change_no
     assert set(returned) == set(OPERATORS)
     assert all(returned.values())
     assert 0.4 < returned.total() / outcomes.total() < 0.8
-
-
-# ---- one of each kind of what it found
-
-
-X, P, F = torch.ones(3, 2, 8), torch.ones(3, 2), torch.ones(2, 2, 4)
-A, F4 = torch.ones(3, 2, 4), torch.ones(2, 1, 2, 4)
-NEEDS = (True, True, True)
-
-
-def wide(t: Tensor, dim: int, n: int) -> Tensor:
-    return t.narrow(dim, 0, 1).expand(*(n if d == dim else m for d, m in enumerate(t.shape)))
-
-
-LARGE = {
-    "embeddings": (ops._rotate, (wide(X, 0, 2**45), P[0], F), "at most 2^47 elements"),
-    "embeddings in place": (ops._rotate_, (wide(X, 0, 2**45), P[0], F), "at most 2^47 elements"),
-    "embeddings without channels": (
-        ops._rotate,
-        (wide(X[..., :0], 0, 2**60), P[0], F),
-        "at most 2^47 elements",
-    ),
-    "positions": (ops._rotate, (X, wide(P, 0, 2**60), F), "at most 2^47 elements"),
-    "frequencies": (ops._rotate, (X, P, wide(F, 2, 2**58)), "at most 2^47 elements"),
-    "groups": (ops._calculate_angles, (P, wide(F4, 1, 2**58)), "at most 2^47 elements"),
-    "angles": (ops._rotate_by_angles, (X, wide(A, 0, 2**58)), "at most 2^47 elements"),
-    "heads of no channels": (ops._rotate, (X[..., 0, :0], P, F, 2**62), "can't be split into heads"),
-    "result of too many elements": (
-        ops._rotate,
-        (wide(X[:1], 0, 2**40), wide(P[:1, None], 0, 2**40), F),
-        "the result would have more than 2^47 elements",
-    ),
-    "angles of too many elements": (
-        ops._calculate_angles,
-        (wide(P, 0, 2**40), wide(F4, 3, 2**40)),
-        "the result would have more than 2^47 elements",
-    ),
-    "result of more than memory": (
-        ops._rotate,
-        (wide(X.double(), 0, 2**43), P[:1], F),
-        "the result could not be allocated",
-    ),
-    "scratch of more than memory": (
-        ops._rotate,
-        (X, wide(P, 1, 2**45), wide(F[:, :1, :1], 0, 2**45)),
-        "out of memory",
-    ),
-}
-
-
-@pytest.mark.parametrize(("op", "arguments", "text"), LARGE.values(), ids=LARGE.keys())
-def test_sizes_beyond_memory_are_refused(op, arguments, text):
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        op(*arguments)
-
-
-def test_strides_of_a_tensor_without_elements_mean_nothing():
-    x = torch.empty(0).as_strided((5, 5, 2, 0), (2**62, 2**61, 1, 1))
-    angles = torch.empty(0).as_strided((5, 1, 2, 0), (2**62, 2**61, 2**62, 1))
-    assert ops._rotate_by_angles(x, angles).shape == x.shape
-    ops._rotate_by_angles_(x, angles)
-    assert ops._rotate_by_angles_backward(x, x, angles, True, True)[1].shape == angles.shape
-    assert ops._rotate(x, torch.ones(5, 2), F[..., :0]).shape == x.shape
-
-
-NO_MEMORY = {
-    "embeddings": (ops._rotate, (X, P, F), 0),
-    "embeddings in place": (ops._rotate_, (X, P, F), 0),
-    "positions": (ops._rotate, (X, P, F), 1),
-    "frequencies": (ops._rotate, (X, P, F), 2),
-    "angles": (ops._rotate_by_angles, (X, A), 1),
-    "gradient": (ops._rotate_by_angles_backward, (X, X, A, True, True), 0),
-    "frequencies in groups": (ops._calculate_angles, (P, F4), 1),
-}
-
-
-@pytest.mark.parametrize(("op", "arguments", "at"), NO_MEMORY.values(), ids=NO_MEMORY.keys())
-def test_a_tensor_whose_storage_was_freed_is_refused(op, arguments, at):
-    freed = arguments[at].clone()
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="a tensor has no memory of its own"):
-        op(*arguments[:at], freed, *arguments[at + 1 :])
-
-
-OTHER_LAYOUTS = {
-    "sparse": lambda t: t.to_sparse(),
-    "compressed rows": lambda t: t.to_sparse_csr(),
-    "mkldnn": lambda t: t.to_mkldnn(),
-    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
-}
-CALLS = {
-    "_rotate": (X, P, F),
-    "apply_rope": (X, P, F),
-    "_rotate_": (X, P, F),
-    "_rotate_backward": (X, X, P, F, 0, 2, 0, 0, False, False, *NEEDS),
-    "_rotate_by_angles": (X, A),
-    "rotate_embeddings": (X, A),
-    "_rotate_by_angles_": (X, A),
-    "_rotate_by_angles_backward": (X, X, A, True, True),
-    "_calculate_angles": (P, F4),
-    "calculate_rope": (P, F4),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("change", OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS.keys())
-@pytest.mark.parametrize("name", CALLS)
-def test_tensors_in_other_layouts_are_refused(name, change):
-    """Arithmetic with sparse positions would leave out angles without a word."""
-    arguments = CALLS[name]
-    for at, argument in enumerate(arguments):
-        if isinstance(argument, Tensor):
-            with pytest.raises(RuntimeError, match="all tensors must be strided and not quantized"):
-                getattr(ops, name)(*arguments[:at], change(argument), *arguments[at + 1 :])
-
-
-def test_a_prefix_of_all_tokens_takes_no_step_past_them():
-    x = torch.rand(2, 8).as_strided((1, 2, 8), (2**62, 8, 1))
-    positions = torch.ones(1, 2)
-    assert torch.equal(ops._rotate(x, positions, F, 0, 2, 0, 1), x)
-    settings = (0, 2, 0, 1, False, False)
-    _, of_positions, of_freqs = ops._rotate_backward(x, x, positions, F, *settings, *NEEDS)
-    assert not of_positions.any() and not of_freqs.any()
-    no_pairs = ops._rotate_backward(x, x, positions, F[..., :0], *settings, *NEEDS)
-    assert torch.equal(no_pairs[0], x)
-
-
-def lazily_negative(t: Tensor) -> Tensor:
-    """Minus ``t`` as PyTorch has it as the imaginary part of a conjugate."""
-    view = torch.complex(t, t).conj().imag
-    assert view.is_neg()
-    return view
-
-
-IN_PLACE = {
-    "_rotate_": (lambda x: ops._rotate_(x, lazily_negative(P), F), lambda x: ops._rotate(x, -P, F)),
-    "_rotate_by_angles_": (
-        lambda x: ops._rotate_by_angles_(x, lazily_negative(A)),
-        lambda x: ops._rotate_by_angles(x, -A),
-    ),
-    "apply_rope_": (
-        lambda x: apply_rope_(x, P, F, layout="half"),
-        lambda x: apply_rope(x, P, F, layout="half"),
-    ),
-    "rotate_embeddings": (
-        lambda x: rotate_embeddings(x, A, needs_autograd=False),
-        lambda x: rotate_embeddings(x, A),
-    ),
-}
-
-
-@pytest.mark.parametrize(("write", "expected"), IN_PLACE.values(), ids=IN_PLACE.keys())
-def test_a_lazily_negative_view_is_rotated_in_place(write, expected):
-    values = torch.rand(3, 2, 8)
-    view, plain = lazily_negative(values), values.clone()
-    before = view._base.real.clone()
-    write(view)
-    write(plain)
-    assert torch.equal(view, expected(-values))
-    assert torch.equal(plain, expected(values))
-    assert torch.equal(view._base.real, before)
-
-
-def test_angles_without_pairs_have_a_derivative():
-    positions, freqs = P.clone().requires_grad_(), F4[..., :0].clone().requires_grad_()
-    angles = ops.calculate_rope(positions, freqs)
-    of_positions, of_freqs = torch.autograd.grad(angles, (positions, freqs), torch.ones(3, 2, 0))
-    assert torch.equal(of_positions, torch.zeros(3, 2))
-    assert of_freqs.shape == freqs.shape
-
-
-def test_angles_need_the_dims_in_every_way_that_their_derivative_needs():
-    with pytest.raises(RuntimeError, match="positions need 2 to 15 dims"):
-        ops.calculate_rope(P[0], F4)
 
 
 def main() -> None:

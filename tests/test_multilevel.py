@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nd_rotary_encodings.frequencies import init_nd_freqs
@@ -32,7 +32,6 @@ def test_patterns(name):
     assert get_multilevel_freq_group_pattern(2, name, device="meta").device.type == "meta"
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.sampled_from(FreqGroupPattern))
 def test_patterns_of_any_dimension_suit_init_nd_freqs(position_dim, name):
     pattern = get_multilevel_freq_group_pattern(position_dim, name)
@@ -82,7 +81,6 @@ def test_golden_positions_of_shapes_that_differ_between_batch_elements():
     assert out.tolist() == [[10.5, 20.5, 0], [21, 122, 1], [151.5, 25.5, 0], [75.5, 91.5, 1]]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_position_follows_the_formula(data):
     position_dim, n_levels, n_batch = (data.draw(st.integers(1, high)) for high in (3, 4, 3))
@@ -119,7 +117,6 @@ def test_any_position_follows_the_formula(data):
         assert row[-1] == lvl
 
 
-@settings(deadline=None)
 @given(st.integers(0, 15), st.integers(0, 5), st.integers(0, 2))
 def test_cells_are_half_a_cell_from_equal_coordinates(row, column, level):
     cell = torch.tensor([[row, column]])

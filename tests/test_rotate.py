@@ -94,6 +94,7 @@ def test_other_channels_and_prefix_tokens_are_copied(instruction_set, call):
 @pytest.mark.parametrize("head_dim_first", [False, True], ids=["tokens_first", "heads_first"])
 def test_prefix_tokens_are_copied_however_few_tokens_follow(prefix, tokens, head_dim_first):
     x = torch.randn(2, prefix + tokens, 3, 4)
+    x[0, 0, 0, 0] = math.nan
     arranged = x.transpose(1, 2).contiguous() if head_dim_first else x
     y = apply_rope(
         arranged,
@@ -192,9 +193,13 @@ def test_angle_of_the_golden_value():
     assert calculate_rope(torch.tensor([[1857]]), frequency).item() == pytest.approx(1044.2678, abs=1e-4)
 
 
-def test_a_quarter_turn_is_counterclockwise():
-    turned = apply_rope(torch.tensor([[[3.0, 4.0]]]), torch.tensor([[math.pi / 2]]), torch.ones(1, 1, 1))
-    torch.testing.assert_close(turned, torch.tensor([[[-4.0, 3.0]]]))
+def test_known_pairs():
+    """A quarter turn of pair 0 and a half turn of pair 1."""
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    positions, freqs = torch.tensor([[1]]), torch.tensor([[[math.pi / 2, math.pi]]])
+    interleaved, half = apply_rope(x, positions, freqs), apply_rope(x, positions, freqs, layout="half")
+    assert interleaved[0, 0].tolist() == pytest.approx([-2, 1, -3, -4], abs=1e-6)
+    assert half[0, 0].tolist() == pytest.approx([-3, -2, 1, -4], abs=1e-6)
 
 
 @given(pairs=st.sampled_from((1, 2, 6, 15, 16, 33)), data=st.data())
@@ -238,6 +243,17 @@ def test_a_rotary_offset_rotates_a_slice_of_the_channels(instruction_set, offset
     part = apply_rope(x[..., offset : offset + 14], positions, freqs, layout=layout)
     expected = torch.cat((x[..., :offset], part, x[..., offset + 14 :]), -1)
     assert same_bits(apply_rope(x, positions, freqs, layout=layout, rotary_offset=offset), expected)
+
+
+@pytest.mark.parametrize("dtype", EMBEDDING_DTYPES, ids=name)
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_channels_outside_the_rotary_range_are_copied_bit_for_bit(layout, dtype):
+    x = torch.randn(5, 2, 11).to(dtype)
+    x[0, 0, 0], x[1, 1, 10], x[2, 0, 1] = math.nan, math.inf, -0.0
+    y = apply_rope(x, torch.randn(5, 2), torch.randn(2, 2, 3), layout=layout, rotary_offset=2)
+    for channels in (slice(0, 2), slice(8, 11)):
+        assert torch.equal(y[..., channels].view(torch.uint8), x[..., channels].view(torch.uint8))
+    assert not torch.equal(y[..., 2:8], x[..., 2:8])
 
 
 @given(call=calls(half_dims=(1, 3, 8)).filter(lambda call: call.settings["head_dim_first"]))
@@ -312,7 +328,7 @@ def test_nothing_in_gives_nothing_out(instruction_set, shape, dtype):
     assert apply_rope_(x, positions, freqs) is x
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("layout", ["interleaved", "half", 4])
 @pytest.mark.parametrize("shape", [(2, 3, 2, 8), (2, 3, 2, 0)], ids=["channels", "no_channels"])
 def test_no_pairs_is_a_copy(instruction_set, shape, layout):
     x = torch.randn(shape)
@@ -325,6 +341,13 @@ def test_only_prefix_tokens_are_a_copy(instruction_set):
     x = torch.randn(2, 3, 2, 8)
     for positions in (torch.ones(0, 2), torch.ones(1, 2), torch.ones(2, 0, 2)):
         assert same_bits(apply_rope(x, positions, torch.ones(2, 1, 4), num_prefix_tokens=3), x)
+
+
+def test_options_are_keywords_only():
+    x, positions, freqs = torch.randn(5, 2, 8), torch.randn(5, 2), torch.randn(2, 2, 4)
+    for function in (apply_rope, apply_rope_, apply_rope_qkv_):
+        with pytest.raises(TypeError, match="positional"):
+            function(x, positions, freqs, "half")
 
 
 # ---- memory
@@ -404,6 +427,17 @@ def test_strides_are_contiguous_where_the_result_is_larger_than_x():
     assert apply_rope(x, positions.expand(5, 3, 2), freqs).stride() == (48, 16, 8, 1)
 
 
+def test_results_have_memory_of_their_own():
+    """Also where nothing is rotated, and where a batch shares one query."""
+    for positions in (torch.zeros(5, 2), torch.zeros(3, 5, 2)):
+        x = torch.randn(1, 5, 2, 8)
+        y = apply_rope(x, positions, torch.randn(2, 2, 4))
+        before = x.clone()
+        y.fill_(1)
+        assert torch.equal(x, before)
+        assert torch.equal(y, torch.ones_like(y))
+
+
 @pytest.mark.parametrize("pairs", SOME_HALF_DIMS)
 @pytest.mark.parametrize("dtype", EMBEDDING_DTYPES, ids=name)
 @pytest.mark.parametrize("head_dim_first", [False, True], ids=["tokens_first", "heads_first"])
@@ -421,6 +455,17 @@ def test_packed_queries_and_keys_are_rotated_and_values_left(
     rotated = [apply_rope(part, positions, freqs, **settings) for part in (q, k)]
     for part, expected in zip(qkv.unbind(at), (*rotated, v), strict=True):
         assert same_bits(part, expected)
+
+
+def test_packed_projection_of_any_strides():
+    buffer = torch.full((5, 2, 4, 3, 16), math.nan)
+    qkv = buffer.permute(1, 0, 3, 2, 4)[..., ::2]
+    qkv.copy_(torch.randn(2, 5, 3, 4, 8))
+    positions, freqs, before = torch.randn(2, 5, 2), torch.randn(2, 4, 4), qkv.clone()
+    apply_rope_qkv_(qkv, positions, freqs)
+    assert torch.equal(qkv[:, :, 1], apply_rope(before[:, :, 1], positions, freqs))
+    assert torch.equal(qkv[:, :, 2], before[:, :, 2])
+    assert buffer.isnan().sum() == buffer.numel() // 2
 
 
 # ---- properties

@@ -92,8 +92,7 @@ static char *stacks;
 static run_kernel *kernel_now;
 static const void *parameters_now;
 
-/* swapcontext alone would do, which AddressSanitizer follows; but it asks the kernel for the signal mask each time.
- */
+/* Not swapcontext, which asks the kernel for the signal mask each time, where AddressSanitizer need not follow. */
 static void switch_to(coroutine *from, coroutine *to) {
 #if defined(__SANITIZE_ADDRESS__)
     swapcontext(&from->context, &to->context);

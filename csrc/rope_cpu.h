@@ -1,6 +1,6 @@
-/* How one call is cut into pieces. Made by rope_cpu.c, read by the kernels of each instruction set. */
-#ifndef ROPE_PLAN_H
-#define ROPE_PLAN_H
+/* What the CPU kernels are run with: made by rope_cpu.c, read by the kernels of each instruction set. */
+#ifndef ROPE_CPU_H
+#define ROPE_CPU_H
 
 #include "rope_scalar.h"
 
@@ -33,7 +33,7 @@ typedef struct {
     double *position_sums; /* [repeat_units][tokens][axes]; NULL too with one repeat unit */
 
     int out_of_memory; /* set by a failing task */
-} rope_plan;
+} rope_cpu_plan;
 
 /* n frequencies (or angles) in radians as half turns, high and low `stride` apart, in both arithmetics. */
 static inline void rope_all_half_turns(const double *radians, int64_t n, int64_t stride, double *turns_f64,
@@ -44,6 +44,11 @@ static inline void rope_all_half_turns(const double *radians, int64_t n, int64_t
     }
 }
 
+/* The larger of a bound and |value|; a NaN stays. */
+static inline double rope_bound(double bound, double value) {
+    return fabs(value) <= bound || bound != bound ? bound : fabs(value);
+}
+
 static inline void *rope_align(void *pointer, uintptr_t bytes) {
     return (void *)(((uintptr_t)pointer + bytes - 1) / bytes * bytes);
 }
@@ -51,7 +56,7 @@ static inline void *rope_align(void *pointer, uintptr_t bytes) {
 typedef struct {
     const char *name;
     /* Does units [begin, end) for each embedding type; returns 0, or -1 without memory. */
-    int (*run[ROPE_EMBEDDING_DTYPES])(const rope_plan *plan, int64_t begin, int64_t end);
+    int (*run[ROPE_EMBEDDING_DTYPES])(const rope_cpu_plan *plan, int64_t begin, int64_t end);
 } rope_isa;
 
 extern const rope_isa rope_isa_baseline, rope_isa_avx2, rope_isa_avx512, rope_isa_neon;

@@ -1,4 +1,4 @@
-"""The functions: angles, rotation by given angles, their explicit gradients, the options of apply_rope."""
+"""Angles, rotation by given angles, their explicit gradients, and all of it in TorchScript."""
 
 import itertools
 import math
@@ -6,11 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import leaf
+from torch import Tensor
 
 from nd_rotary_encodings import (
-    apply_rope,
-    apply_rope_,
-    apply_rope_qkv_,
     calculate_rope,
     calculate_rope_backward,
     rotate_embeddings,
@@ -23,10 +22,6 @@ FLOAT_TYPES = (torch.float64, torch.float32, *HALF_TYPES)
 
 def double(*shape):
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def leaf(tensor):
-    return tensor.detach().clone().requires_grad_()
 
 
 def angles_by_sum(positions, freqs):
@@ -189,6 +184,8 @@ ROTATIONS = {
     "one pair": ((5, 1, 2), (5, 1, 1)),
     "wider than a vector": ((3, 2, 70), (3, 2, 35)),
 }
+
+
 # the result has more elements than the embeddings
 WIDENING = ("embeddings for all of a batch", "both ways", "many dims")
 every_rotation = pytest.mark.parametrize(("shape", "angle_shape"), ROTATIONS.values(), ids=ROTATIONS.keys())
@@ -275,6 +272,39 @@ def test_in_place_rotation_of_a_leaf_is_pytorchs_error():
     with torch.no_grad():
         rotate_embeddings(embeddings, angles, needs_autograd=False)
     assert torch.equal(embeddings, rotate_embeddings(before, angles))
+
+
+def in_place_on_a_copy(embeddings, angles):
+    return rotate_embeddings(embeddings * 1, angles, needs_autograd=False)
+
+
+def test_in_place_rotation_is_recorded_where_gradients_are():
+    inputs = leaf(double(5, 2, 8)), leaf(double(5, 1, 4))
+    weight = double(5, 2, 8)
+    expected = torch.autograd.grad((rotate_embeddings(*inputs) * weight).sum(), inputs)
+    for a, b in zip(
+        torch.autograd.grad((in_place_on_a_copy(*inputs) * weight).sum(), inputs), expected, strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+    assert in_place_on_a_copy(inputs[0].detach(), inputs[1]).requires_grad
+    with torch.no_grad():
+        assert not in_place_on_a_copy(*inputs).requires_grad
+
+
+def test_in_place_rotation_and_explicit_gradients_have_derivatives_under_torch_func():
+    embeddings, angles, tangent = double(5, 2, 8), double(5, 1, 4), double(5, 2, 8)
+    _, expected = torch.func.jvp(rotate_embeddings, (embeddings, angles), (tangent, angles))
+    _, actual = torch.func.jvp(in_place_on_a_copy, (embeddings, angles), (tangent, angles))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+
+    def of_angles(needs_autograd):
+        gradients = lambda x: rotate_embeddings_backward(tangent, x, angles, needs_autograd=needs_autograd)  # noqa: E731
+        return torch.func.grad(lambda x: gradients(x)[1].sin().sum())(embeddings)
+
+    assert torch.equal(of_angles(False), of_angles(True))
+    of_embeddings = torch.func.grad(lambda x: in_place_on_a_copy(x, angles).sin().sum())(embeddings)
+    wanted = torch.func.grad(lambda x: rotate_embeddings(x, angles).sin().sum())(embeddings)
+    torch.testing.assert_close(of_embeddings, wanted, rtol=0, atol=1e-13)
 
 
 def test_no_embeddings_give_no_rotation():
@@ -383,228 +413,105 @@ def test_no_embeddings_give_zero_gradients_of_the_angles(needs_autograd):
     assert torch.equal(gradients[1], torch.zeros(1, 2, 4))
 
 
-# ---- apply_rope: which channels, which tokens
+# ---- TorchScript: functions of existing clients
 
 
-def rotated_by_loops(x, positions, freqs, pairs_of_channels, inverse=False):
-    """Of `[N, H, D]`, one number after the other, for a list of (pair, first channel, second channel)."""
-    y = x.tolist()
-    for n, position in enumerate(positions.tolist()):
-        for h in range(x.shape[1]):
-            for pair, first, second in pairs_of_channels:
-                angle = sum(p * freqs[a, h % freqs.shape[1], pair].item() for a, p in enumerate(position))
-                angle = -angle if inverse else angle
-                x0, x1 = x[n, h, first].item(), x[n, h, second].item()
-                y[n][h][first] = x0 * math.cos(angle) - x1 * math.sin(angle)
-                y[n][h][second] = x0 * math.sin(angle) + x1 * math.cos(angle)
-    return torch.tensor(y, dtype=torch.float64)
+def script_angles(positions: Tensor, rope_freqs: Tensor) -> Tensor:
+    return calculate_rope(positions, rope_freqs)
 
 
-def pairs_in_blocks(pairs, block, offset):
-    half, found = block // 2, []
-    for i in range(pairs):
-        start = offset + i // half * block
-        found.append((i, start + i % half, start + half + i % half))
-    return found
+def script_rotation(embeddings: Tensor, rope_encoding: Tensor) -> Tensor:
+    return rotate_embeddings(embeddings, rope_encoding).flatten(-2, -1)
 
 
-@pytest.mark.parametrize(
-    ("layout", "block"), [("interleaved", 2), ("half", 12), (2, 2), (4, 4), (6, 6), (12, 12)], ids=str
-)
-@pytest.mark.parametrize("offset", [0, 1, 4])
-@pytest.mark.parametrize("freq_heads", [1, 2])
-@pytest.mark.parametrize("inverse", [False, True])
-def test_pairs_of_channels_of_each_layout(layout, block, offset, freq_heads, inverse):
-    x, positions, freqs = double(3, 2, 17), double(3, 2) * 5, double(2, freq_heads, 6)
-    expected = rotated_by_loops(x, positions, freqs, pairs_in_blocks(6, block, offset), inverse)
-    actual = apply_rope(x, positions, freqs, layout=layout, rotary_offset=offset, inverse=inverse)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+def script_rotation_in_place(embeddings: Tensor, rope_encoding: Tensor) -> Tensor:
+    return rotate_embeddings(embeddings, rope_encoding, needs_autograd=False).view(embeddings.size(0), -1)
 
 
-def test_known_pairs():
-    """A quarter turn of pair 0 and a half turn of pair 1."""
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    positions, freqs = torch.tensor([[1]]), torch.tensor([[[math.pi / 2, math.pi]]])
-    interleaved, half = apply_rope(x, positions, freqs), apply_rope(x, positions, freqs, layout="half")
-    assert interleaved[0, 0].tolist() == pytest.approx([-2, 1, -3, -4], abs=1e-6)
-    assert half[0, 0].tolist() == pytest.approx([-3, -2, 1, -4], abs=1e-6)
-
-
-def test_interleaved_is_half_split_under_a_permutation_of_the_channels():
-    x, positions, freqs = torch.randn(5, 2, 16), torch.randn(5, 2) * 5, torch.randn(2, 2, 8)
-    evens_first = [*range(0, 16, 2), *range(1, 16, 2)]
-    half = apply_rope(x[..., evens_first], positions, freqs, layout="half")
-    torch.testing.assert_close(apply_rope(x, positions, freqs)[..., evens_first], half, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("layout", ["interleaved", "half"])
-def test_channels_outside_the_rotary_range_are_copied_bit_for_bit(layout, dtype):
-    x = torch.randn(5, 2, 11).to(dtype)
-    x[0, 0, 0], x[1, 1, 10], x[2, 0, 1] = math.nan, math.inf, -0.0
-    y = apply_rope(x, torch.randn(5, 2), torch.randn(2, 2, 3), layout=layout, rotary_offset=2)
-    for channels in (slice(0, 2), slice(8, 11)):
-        assert torch.equal(y[..., channels].view(torch.uint8), x[..., channels].view(torch.uint8))
-    assert not torch.equal(y[..., 2:8], x[..., 2:8])
-
-
-def test_no_frequencies_make_a_copy():
-    x = torch.randn(5, 2, 8)
-    for layout in ("interleaved", "half", 4):
-        y = apply_rope(x, torch.randn(5, 2), torch.randn(2, 1, 0), layout=layout)
-        assert torch.equal(y, x)
-        assert y.data_ptr() != x.data_ptr()
-
-
-@pytest.mark.parametrize("head_dim_first", [False, True])
-@pytest.mark.parametrize("prefix", [0, 1, 3, 5])
-def test_prefix_tokens_are_copied_and_the_others_rotated_by_their_positions(prefix, head_dim_first):
-    x, positions, freqs = torch.randn(2, 5, 3, 8), torch.randn(5 - prefix, 2), torch.randn(2, 3, 4)
-    x[0, 0, 0, 0] = math.nan if prefix else 1.0
-    expected = torch.cat([x[:, :prefix], apply_rope(x[:, prefix:], positions, freqs)], dim=1)
-    if head_dim_first:
-        x = x.transpose(1, 2).contiguous()
-    y = apply_rope(x, positions, freqs, num_prefix_tokens=prefix, head_dim_first=head_dim_first)
-    if head_dim_first:
-        y = y.transpose(1, 2)
-    assert torch.equal(y.reshape(expected.shape).view(torch.int32), expected.view(torch.int32))
-
-
-def test_prefix_tokens_of_a_broadcast_batch_are_copied_to_each_entry():
-    x, positions, freqs = torch.randn(1, 4, 2, 8), torch.randn(3, 3, 2), torch.randn(2, 2, 4)
-    y = apply_rope(x, positions, freqs, num_prefix_tokens=1)
-    assert y.shape == (3, 4, 2, 8)
-    assert torch.equal(y[:, :1], x[:, :1].expand(3, 1, 2, 8))
-    assert torch.equal(y[:, 1:], apply_rope(x[:, 1:], positions, freqs))
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "half"])
-def test_heads_before_tokens_are_a_transposition(layout):
-    x, positions, freqs = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 2), torch.randn(2, 3, 4)
-    expected = apply_rope(x, positions, freqs, layout=layout)
-    for heads_first in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
-        actual = apply_rope(heads_first, positions, freqs, layout=layout, head_dim_first=True)
-        assert torch.equal(actual, expected.transpose(1, 2))
-
-
-def test_equal_numbers_of_batch_tokens_and_heads_are_not_confused():
-    x, positions, freqs = double(3, 3, 3, 4), double(3, 3, 2), double(2, 3, 2)
-    expected = [rotated_by_loops(x[b], positions[b], freqs, pairs_in_blocks(2, 2, 0)) for b in range(3)]
-    torch.testing.assert_close(apply_rope(x, positions, freqs), torch.stack(expected), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "half", 4])
-def test_inverse_undoes_the_rotation_and_is_that_of_negative_positions(layout):
-    x, positions, freqs = double(5, 2, 8), double(5, 2) * 5, double(2, 2, 4)
-    y = apply_rope(x, positions, freqs, layout=layout)
-    torch.testing.assert_close(
-        apply_rope(y, positions, freqs, layout=layout, inverse=True), x, rtol=0, atol=1e-13
+def script_rotation_backward(
+    grad_rotated: Tensor, embeddings: Tensor, rope_encoding: Tensor, differentiable: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    if differentiable:
+        return rotate_embeddings_backward(grad_rotated, embeddings, rope_encoding)
+    return rotate_embeddings_backward(
+        grad_rotated,
+        embeddings,
+        rope_encoding,
+        needs_grad_embeddings=True,
+        needs_grad_rope_encoding=True,
+        needs_autograd=False,
     )
-    backward = apply_rope(x, positions, freqs, layout=layout, inverse=True)
-    assert torch.equal(backward, apply_rope(x, -positions, freqs, layout=layout))
 
 
-def test_scores_depend_on_differences_of_positions_only():
-    query, key, freqs = double(1, 4, 8), double(1, 4, 8), double(3, 4, 4)
-    p, s, shift = double(1, 3) * 5, double(1, 3) * 5, double(1, 3) * 50
-    scores = [(apply_rope(query, p + d, freqs) * apply_rope(key, s + d, freqs)).sum(-1) for d in (0, shift)]
-    torch.testing.assert_close(*scores, rtol=0, atol=1e-12)
+def script_angles_backward(
+    grad_angles: Tensor, positions: Tensor, rope_freqs: Tensor, needs_positions: bool, needs_freqs: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return calculate_rope_backward(grad_angles, positions, rope_freqs, needs_positions, needs_freqs)
 
 
-def test_permuted_tokens_give_permuted_results():
-    x, positions, freqs = torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2), torch.randn(2, 2, 4)
-    order = torch.randperm(7)
-    expected = apply_rope(x, positions, freqs)[:, order]
-    assert torch.equal(apply_rope(x[:, order], positions[:, order], freqs), expected)
+def test_scripted_calculate_rope():
+    positions, freqs = torch.randn(4, 3, 2), torch.randn(2, 2, 1, 4)
+    scripted = torch.jit.script(script_angles)
+    expected = torch.einsum("...p,pghf->...hf", positions, freqs)
+    torch.testing.assert_close(scripted(positions, freqs), expected)
+    leaves = leaf(positions), leaf(freqs)
+    gradients = torch.autograd.grad(scripted(*leaves).sin().sum(), leaves)
+    wanted = torch.autograd.grad(torch.einsum("...p,pghf->...hf", *leaves).sin().sum(), leaves)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_options_are_keywords_only():
-    x, positions, freqs = torch.randn(5, 2, 8), torch.randn(5, 2), torch.randn(2, 2, 4)
-    for function in (apply_rope, apply_rope_, apply_rope_qkv_):
-        with pytest.raises(TypeError, match="positional"):
-            function(x, positions, freqs, "half")
+def test_scripted_rotate_embeddings():
+    embeddings, angles = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
+    scripted = torch.jit.script(script_rotation)
+    leaves = leaf(embeddings), leaf(angles)
+    rotated = scripted(*leaves)
+    expected = rotated_as_complex(*leaves).flatten(-2)
+    torch.testing.assert_close(rotated, expected, rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad(rotated.sin().sum(), leaves)
+    wanted = torch.autograd.grad(expected.sin().sum(), leaves)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_results_have_memory_of_their_own():
-    """Also where nothing is rotated, and where a batch shares one query."""
-    for positions in (torch.zeros(5, 2), torch.zeros(3, 5, 2)):
-        x = torch.randn(1, 5, 2, 8)
-        y = apply_rope(x, positions, torch.randn(2, 2, 4))
-        before = x.clone()
-        y.fill_(1)
-        assert torch.equal(x, before)
-        assert torch.equal(y, torch.ones_like(y))
+def test_scripted_rotate_embeddings_in_place():
+    embeddings, angles = torch.randn(3, 2, 8), torch.randn(3, 2, 4)
+    expected = rotated_as_complex(embeddings, angles)
+    rotated = torch.jit.script(script_rotation_in_place)(embeddings, angles)
+    assert rotated.data_ptr() == embeddings.data_ptr()
+    torch.testing.assert_close(embeddings, expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- in place
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_scripted_rotate_embeddings_backward(differentiable):
+    embeddings, angles, g = leaf(torch.randn(3, 2, 8)), leaf(torch.randn(3, 1, 4)), torch.randn(3, 2, 8)
+    expected = torch.autograd.grad(rotated_as_complex(embeddings, angles), (embeddings, angles), g)
+    scripted = torch.jit.script(script_rotation_backward)
+    actual = scripted(g, embeddings.detach(), angles.detach(), differentiable)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"layout": "half", "rotary_offset": 1},
-        {"num_prefix_tokens": 2},
-        {"head_dim_first": True, "num_prefix_tokens": 1},
-        {"inverse": True, "layout": 4},
-    ],
-    ids=str,
-)
-def test_in_place_is_out_of_place_written_into_x(options, dtype):
-    tokens = 5 - options.get("num_prefix_tokens", 0)
-    buffer = torch.full((4, 5, 5, 20), math.nan, dtype=dtype)
-    x = buffer[1:3, :, :, 3:12]
-    x.copy_(torch.randn(2, 5, 5, 9))
-    positions, freqs = torch.randn(tokens, 2), torch.randn(2, 5, 4)
-    expected, version = apply_rope(x, positions, freqs, **options), x._version
-    assert apply_rope_(x, positions, freqs, **options) is x
-    assert torch.equal(x, expected)
-    assert x._version > version
-    assert buffer.isnan().sum() == buffer.numel() - x.numel()
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_scripted_calculate_rope_backward(needs):
+    positions, freqs, g = leaf(torch.randn(4, 3, 2)), leaf(torch.randn(2, 2, 2, 4)), torch.randn(4, 3, 2, 4)
+    expected = torch.autograd.grad(torch.einsum("...p,pghf->...hf", positions, freqs), (positions, freqs), g)
+    scripted = torch.jit.script(script_angles_backward)
+    actual = scripted(g, positions.detach(), freqs.detach(), *needs)
+    for a, b, need in zip(actual, expected, needs, strict=True):
+        if need:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        else:
+            assert a is None
 
 
-@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"layout": "half"}, {"rotary_offset": 1, "inverse": True}], ids=str)
-def test_packed_projection_rotates_queries_and_keys_and_leaves_values(options, dtype):
-    packed = torch.randn(2, 5, 3 * 4 * 9).to(dtype)
-    qkv, positions, freqs = packed.view(2, 5, 3, 4, 9), torch.randn(5, 2), torch.randn(2, 4, 4)
-    qkv[:, :, 2, 0, 0] = math.nan
-    before, version = qkv.clone(), packed._version
-    assert apply_rope_qkv_(qkv, positions, freqs, **options) is qkv
-    for i in (0, 1):
-        assert torch.equal(qkv[:, :, i], apply_rope(before[:, :, i], positions, freqs, **options))
-    assert torch.equal(
-        qkv[:, :, 2].contiguous().view(torch.uint8), before[:, :, 2].contiguous().view(torch.uint8)
-    )
-    assert packed._version > version
-
-
-def test_packed_projection_with_heads_before_tokens_and_a_prefix():
-    qkv, positions, freqs = torch.randn(2, 3, 4, 6, 8), torch.randn(2, 5, 2), torch.randn(2, 1, 4)
-    before = qkv.clone()
-    apply_rope_qkv_(qkv, positions, freqs, head_dim_first=True, num_prefix_tokens=1)
-    for i in (0, 1):
-        expected = apply_rope(before[:, i], positions, freqs, head_dim_first=True, num_prefix_tokens=1)
-        assert torch.equal(qkv[:, i], expected)
-    assert torch.equal(qkv[:, 2], before[:, 2])
-
-
-def test_packed_projection_of_any_strides():
-    buffer = torch.full((5, 2, 4, 3, 16), math.nan)
-    qkv = buffer.permute(1, 0, 3, 2, 4)[..., ::2]
-    qkv.copy_(torch.randn(2, 5, 3, 4, 8))
-    positions, freqs, before = torch.randn(2, 5, 2), torch.randn(2, 4, 4), qkv.clone()
-    apply_rope_qkv_(qkv, positions, freqs)
-    assert torch.equal(qkv[:, :, 1], apply_rope(before[:, :, 1], positions, freqs))
-    assert torch.equal(qkv[:, :, 2], before[:, :, 2])
-    assert buffer.isnan().sum() == buffer.numel() // 2
-
-
-def test_packed_projection_without_a_batch_dim():
-    qkv, positions, freqs = torch.randn(5, 3, 2, 8), torch.randn(5, 2), torch.randn(2, 2, 4)
-    before = qkv.clone()
-    apply_rope_qkv_(qkv, positions, freqs)
-    assert torch.equal(qkv[:, 0], apply_rope(before[:, 0], positions, freqs))
-    assert torch.equal(qkv[:, 1], apply_rope(before[:, 1], positions, freqs))
-    assert torch.equal(qkv[:, 2], before[:, 2])
+def test_scripted_functions_check_their_arguments():
+    with pytest.raises(
+        Exception, match="Expected embeddings and rope_encoding to have the same number of dims"
+    ):
+        torch.jit.script(script_rotation)(torch.randn(3, 2, 8), torch.randn(2, 4))
+    embeddings = torch.randn(3, 2, 8, requires_grad=True)
+    with pytest.raises(Exception, match="a leaf Variable that requires grad"):
+        torch.jit.script(script_rotation_in_place)(embeddings, torch.randn(3, 2, 4))
+    with pytest.raises(Exception, match="Expected 4 dimensions for rope_freqs"):
+        torch.jit.script(script_angles)(torch.randn(3, 2), torch.randn(2, 2, 4))
