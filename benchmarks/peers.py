@@ -30,7 +30,7 @@ import measure
 import torch
 from torch import Tensor
 
-from nd_rotary_encodings import RoPEEncodingND, apply_rope, reference
+from nd_rotary_encodings import RoPEEncodingND, apply_rope_qk, reference
 
 BATCH, SIDE, HEADS, HEAD_DIM = 4, 64, 8, 32
 PAIRS = HEAD_DIM // 2
@@ -92,7 +92,7 @@ def ours(positions: Tensor, freqs: Tensor) -> Iterator[Contestant]:
     learned = freqs if freqs.requires_grad else None
 
     def rotate(q, k, **settings):
-        return apply_rope(q, positions, freqs, **settings), apply_rope(k, positions, freqs, **settings)
+        return apply_rope_qk(q, k, positions, freqs, **settings)
 
     yield Contestant("ours", rotate, learned=learned)
     yield Contestant("ours, half-split", partial(rotate, layout="half"), "half", learned=learned)

@@ -12,6 +12,7 @@ from .frequencies import init_2d_freqs_rope_mixed, init_nd_freqs
 from .functional import (
     apply_rope,
     apply_rope_,
+    apply_rope_qk,
     apply_rope_qkv_,
     calculate_rope,
     calculate_rope_backward,
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "apply_rope",
     "apply_rope_",
+    "apply_rope_qk",
     "apply_rope_qkv_",
     "build_info",
     "calculate_rope",

@@ -66,19 +66,22 @@ def check_apply_rope(
     num_prefix_tokens: int,
     head_dim_first: bool,
     in_place: bool = False,
+    name: str = "x",
 ) -> int:
-    """All rules of ``apply_rope`` and ``apply_rope_``; returns the layout as the number of channels in a
+    """All rules of ``apply_rope`` and its relatives; returns the layout as the number of channels in a
     block.
 
     Raises:
         ValueError: naming the argument, the rule and what came.
     """
-    check_types(x, positions, freqs, "x", "positions")
+    check_types(x, positions, freqs, name, "positions")
     shape, position_shape, freq_shape = x.shape, positions.shape, freqs.shape
     dims = len(shape)
     if dims < 2 + (head_dim_first or num_prefix_tokens != 0) or dims > MAX_DIMS:
         wanted = "[..., H, N, D]" if head_dim_first else "[..., N, H, D]"
-        raise ValueError(f"Expected x to have shape {wanted} of at most {MAX_DIMS} dims, got {tuple(shape)}")
+        raise ValueError(
+            f"Expected {name} to have shape {wanted} of at most {MAX_DIMS} dims, got {tuple(shape)}"
+        )
     if not 1 <= len(position_shape) < MAX_DIMS:
         raise ValueError(
             f"Expected positions to have shape [..., N, P] of fewer than {MAX_DIMS} dims, got "
@@ -95,7 +98,7 @@ def check_apply_rope(
     heads, head_dim = shape[-3 if head_dim_first else -2], shape[-1]
     if freq_heads != 1 and freq_heads != heads:
         raise ValueError(
-            f"Expected freqs to have as many heads as x ({heads}) or 1, got {freq_heads} "
+            f"Expected freqs to have as many heads as {name} ({heads}) or 1, got {freq_heads} "
             f"(shapes {tuple(freq_shape)} and {tuple(shape)})"
         )
     if rotary_offset < 0 or rotary_offset + 2 * pairs > head_dim:
@@ -120,7 +123,7 @@ def check_apply_rope(
         )
 
     if in_place:
-        check_own_memory(x, "x")
+        check_own_memory(x, name)
         check_not_leaf(x)
     if dims == len(position_shape) + 1 and not num_prefix_tokens:
         if head_dim_first:
@@ -136,14 +139,14 @@ def check_apply_rope(
                 f"got {num_prefix_tokens}"
             )
         lead[-1] -= num_prefix_tokens
-    check_broadcast(lead, position_shape[:-1], "x", "positions", shape, position_shape)
+    check_broadcast(lead, position_shape[:-1], name, "positions", shape, position_shape)
     if max(len(lead), len(position_shape) - 1) + 2 > MAX_DIMS:
         raise ValueError(
-            f"Expected the result to have at most {MAX_DIMS} dims, got x {tuple(shape)} and positions "
+            f"Expected the result to have at most {MAX_DIMS} dims, got {name} {tuple(shape)} and positions "
             f"{tuple(position_shape)}"
         )
     if in_place:
-        check_full_shape(lead, position_shape[:-1], "x", "positions")
+        check_full_shape(lead, position_shape[:-1], name, "positions")
     return block
 
 

@@ -3,13 +3,14 @@
 from torch import Tensor
 
 from ._checks import check_apply_rope, check_not_leaf
-from ._routes import is_plain, rotate_any, rotate_any_, rotate_packed_, rotate_plain
+from ._routes import is_plain, rotate_any, rotate_any_, rotate_packed_, rotate_plain, rotate_qk
 from .angles import calculate_rope, calculate_rope_backward, rotate_embeddings, rotate_embeddings_backward
 from .reference import queries_and_keys
 
 __all__ = [
     "apply_rope",
     "apply_rope_",
+    "apply_rope_qk",
     "apply_rope_qkv_",
     "calculate_rope",
     "calculate_rope_backward",
@@ -77,6 +78,47 @@ def apply_rope(
     return rotate_any(
         x, positions, freqs, (0, block, rotary_offset, num_prefix_tokens, head_dim_first, inverse)
     )
+
+
+def apply_rope_qk(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    *,
+    layout: str | int = "interleaved",
+    rotary_offset: int = 0,
+    num_prefix_tokens: int = 0,
+    head_dim_first: bool = False,
+    inverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys by the same positions: :func:`apply_rope` of both in less time, as cosines and
+    sines are formed once.
+
+    Args:
+        query, key: each as ``x`` of :func:`apply_rope`. Where shapes, dtypes or strides differ, nothing is
+            shared, and no time saved.
+        positions: ``[..., N, P]``.
+        freqs: ``[P, H or 1, F]``.
+        layout, rotary_offset, num_prefix_tokens, head_dim_first, inverse: as in :func:`apply_rope`.
+
+    Returns:
+        New tensors like those that :func:`apply_rope` gives.
+
+    Raises:
+        ValueError: as :func:`apply_rope`.
+    """
+    shapes = (num_prefix_tokens, head_dim_first)
+    if layout == "interleaved" and is_plain(query, positions, freqs):
+        try:
+            return rotate_qk(query, key, positions, freqs, (0, 2, rotary_offset, *shapes, inverse))
+        except (RuntimeError, TypeError):
+            for x, name in ((query, "query"), (key, "key")):
+                check_apply_rope(x, positions, freqs, layout, rotary_offset, *shapes, name=name)
+            raise
+    block = check_apply_rope(query, positions, freqs, layout, rotary_offset, *shapes, name="query")
+    check_apply_rope(key, positions, freqs, layout, rotary_offset, *shapes, name="key")
+    return rotate_qk(query, key, positions, freqs, (0, block, rotary_offset, *shapes, inverse))
 
 
 def apply_rope_(

@@ -10,6 +10,7 @@ from nd_rotary_encodings import (
     RoPEEncodingND,
     apply_rope,
     apply_rope_,
+    apply_rope_qk,
     apply_rope_qkv_,
     calculate_rope,
     calculate_rope_backward,
@@ -397,6 +398,23 @@ def test_rotation_refuses(arguments, options, text, grad, function):
     if grad and arguments[1].is_floating_point():
         arguments[1].requires_grad_()
     assert_refused(function, arguments, options, ValueError, text)
+
+
+@pytest.mark.parametrize(("arguments", "options", "text"), ROTATION.values(), ids=ROTATION.keys())
+def test_rotation_of_queries_and_keys_refuses(arguments, options, text):
+    x, *others = arguments
+    text = re.sub(r"\bx\b", "query", text)
+    assert_refused(apply_rope_qk, (x, x, *others), options, ValueError, text)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("name", ["integers", "sparse x", "x elsewhere"])
+def test_rotation_of_queries_and_keys_names_the_key(name, layout):
+    (key, *_), _, text = ROTATION[name]
+    text = re.sub(r"\bx\b", "key", text)
+    assert_refused(apply_rope_qk, (X, key, P, F), {"layout": layout}, ValueError, text)
+    text = "Expected freqs to have as many heads as key (3)"
+    assert_refused(apply_rope_qk, (X, t(4, 5, 3, 8), P, F), {"layout": layout}, ValueError, text)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])

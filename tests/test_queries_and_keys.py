@@ -12,7 +12,7 @@ from strategies import calls, in_memory, random_embeddings, same_bits
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nd_rotary_encodings import RoPEEncodingND, _routes, apply_rope
+from nd_rotary_encodings import RoPEEncodingND, _routes, apply_rope, apply_rope_qk
 
 ops = torch.ops.nd_rotary
 
@@ -40,6 +40,14 @@ def test_results_have_the_bits_of_two_calls(call, kind, seed):
     together = ops._rotate_qk(call.x, key, call.positions, call.freqs, *settings)
     for y, x in zip(together, (call.x, key), strict=True):
         assert same_bits(y, ops._rotate(x, call.positions, call.freqs, *settings))
+
+
+@given(calls(), st.sampled_from(["alike", "memory", "dtype"]), st.integers(0, 99))
+def test_the_function_gives_the_results_of_two_calls(call, kind, seed):
+    key = key_for(call, kind, seed)
+    together = apply_rope_qk(call.x, key, call.positions, call.freqs, **call.settings)
+    for y, x in zip(together, (call.x, key), strict=True):
+        assert same_bits(y, apply_rope(x, call.positions, call.freqs, **call.settings))
 
 
 @given(calls(dtypes=(torch.float32, torch.float64), broadcast_x=False, special=False), st.integers(0, 99))
