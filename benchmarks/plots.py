@@ -116,10 +116,11 @@ def layer(rows: Rows) -> Figure:
 
 
 def scaling(rows: Rows) -> Figure:
-    fig = curves(rows, "varied", "value", "time in copies of the tensor, memory in its size")
-    times, peaks = fig.axes[:3], fig.axes[3:]
-    for time, peak in zip(times, peaks, strict=True):
-        peak.set_xlabel(time.get_title())
+    rows = [{**row, "panel": row["varied"] + ", 1 thread" * (row["threads"] == "1")} for row in rows]
+    fig = curves(rows, "panel", "value", "time in copies of the tensor, memory in its size")
+    half = len(fig.axes) // 2
+    for time, peak in zip(fig.axes[:half], fig.axes[half:], strict=True):
+        peak.set_xlabel(time.get_title().split(",")[0])
         time.set_yscale("log")
         peak.set_ylim(0)
         if time.get_title() != "axes":

@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py [--quick] [--threads N] [--instruction-set NAME] [--output FOLDER]
 
-One float32 tensor ``[1, N, 8, D]``, positions ``[1, N, P]``, learned frequencies per head; from N = 4096, P =
-2 and D = 32 on, one of the three is varied. Training gives gradients to the tensor and the frequencies. All
-take turns. Unit of time: a copy of the tensor; of peak memory: its size. In training 2 of the peak are the
-result and the gradient.
+One float32 tensor ``[1, N, 8, D]``, positions ``[1, N, P]``, learned frequencies per head: one of N, P and D
+is varied from N = 4096, P = 2 and D = 32, N also with one thread. Training gives gradients to the tensor and the
+frequencies. All take turns. Unit of time: a copy of the tensor; of peak memory: its size. In training 2 of
+the peak are the result and the gradient.
 """
 
 import itertools
@@ -60,7 +60,10 @@ def main() -> None:
     about = measure.start(options)
     budget = 0 if options.quick else 2
     results = []
-    for varied, values in SWEEPS.items():
+    for (varied, values), threads in itertools.product(SWEEPS.items(), (options.threads, 1)):
+        if threads != options.threads and varied != "tokens":
+            continue
+        torch.set_num_threads(threads)
         for value, training in itertools.product(values[:1] if options.quick else values, (False, True)):
             torch.compiler.reset()
             mode = "training" if training else "inference"
@@ -75,11 +78,18 @@ def main() -> None:
                 peak = measure.peak_bytes(work[name]) / x.nbytes
                 milliseconds = measure.median_ms(its)
                 print(
-                    f"{varied:9}{value:9} {mode:10} {name:20}{milliseconds:11.3f} ms"
+                    f"{threads} threads {varied:9}{value:9} {mode:10} {name:20}{milliseconds:11.3f} ms"
                     f"{result['ratio']:8.2f} copies   peak {peak:.2f}",
                     flush=True,
                 )
-                row = {"varied": varied, "value": value, "mode": mode, "variant": name, **result}
+                row = {
+                    "threads": threads,
+                    "varied": varied,
+                    "value": value,
+                    "mode": mode,
+                    "variant": name,
+                    **result,
+                }
                 results.append({**about, **row, "ms": milliseconds, "peak": peak})
     measure.write(options.output, "scaling", results)
 
