@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py [--quick] [--threads N] [--instruction-set NAME] [--output FOLDER]
 
-One float32 tensor ``[1, N, 8, D]``, positions ``[1, N, P]``, learned frequencies per head: one of N, P and D
-is varied from N = 4096, P = 2 and D = 32, N also with one thread. Training gives gradients to the tensor and the
-frequencies. All take turns. Unit of time: a copy of the tensor; of peak memory: its size. In training 2 of
-the peak are the result and the gradient.
+One float32 tensor ``[1, N, 8, D]``, positions ``[1, N, P]``, learned frequencies per head: one of N, P and
+D is varied from N = 4096, P = 2 and D = 32, N also with one thread. Training gives gradients to the tensor
+and the frequencies. All take turns. Unit of time: a copy of the tensor; of peak memory: its size. In
+training 2 of the peak are the result and the gradient.
 """
 
 import itertools
