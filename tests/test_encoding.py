@@ -41,9 +41,7 @@ GROUPS = {
     "a theta per axis": {"rope_base_theta": torch.tensor([[5.0, 7.0, 11.0]])},
 }
 # shapes are checked in Python, which the tracer remarks on
-tracing = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
-)
+tracing = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 every_group = pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS.keys())
 HALF_TYPES = (torch.float16, torch.bfloat16)
 FLOAT_TYPES = (torch.float32, torch.float64, *HALF_TYPES)
