@@ -186,7 +186,6 @@ def test_compiled_functions_have_the_bits_of_eager_mode(kind, layout, prefix):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo accesses it
 @pytest.mark.parametrize("embeddings_need_grad", [True, False])
 @pytest.mark.parametrize("used", ["result", "input"])
 @pytest.mark.parametrize("function", [apply_rope_, apply_rope_qkv_])

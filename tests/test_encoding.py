@@ -24,9 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from nd_rotary_encodings import RoPEEncodingND, rotate_embeddings
 
 # shapes are checked in Python, which the tracer remarks on
-tracing = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
-)
+tracing = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 
 
 # ---- forward

@@ -6,6 +6,7 @@ import sys
 import onnxruntime
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.export import Dim
 
@@ -186,6 +187,7 @@ def test_decompositions_are_the_callers_own():
 FRESH_PROCESS = """
 import sys
 import nd_rotary_encodings, torch
+import torch._inductor.codecache  # torch 2.10 forgets to
 
 _, kind, path = sys.argv
 load = torch._inductor.aoti_load_package if kind == "AOTInductor" else lambda p: torch.export.load(p).module()
@@ -235,6 +237,8 @@ def run_onnx(program, *tensors):
     model = program.model_proto
     assert {node.domain for node in model.graph.node} == {""}
     assert not model.functions
+    if Version(onnxruntime.__version__) < Version("1.29"):
+        pytest.skip("onnxruntime before 1.29 has no cosines in float64")
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     names = [argument.name for argument in session.get_inputs()]
     assert len(names) == len(tensors)

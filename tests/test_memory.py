@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from conftest import EMULATION, saved_storages
+from packaging.version import Version
 from torch import nn
 
 from nd_rotary_encodings import RoPEEncodingND
@@ -118,6 +119,13 @@ GRID = RoPEEncodingND.position_grid((8, 16, 16, 64)).flatten(0, 1).float()
 ROTATIONS = [("packed", "no packed"), ("separate", "no separate")]
 
 
+keeps_more = pytest.mark.xfail(
+    Version(torch.__version__) < Version("2.12"),
+    raises=AssertionError,
+    reason="torch.compile before 2.12 keeps more of a packed projection",
+)
+
+
 def saved_bytes(rotation, tokens, compiled):
     layer = Attention(rotation)
     run = torch.compile(layer, fullgraph=True) if compiled else layer
@@ -128,7 +136,7 @@ def saved_bytes(rotation, tokens, compiled):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=keeps_more)], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("rotation", "without"), ROTATIONS)
 def test_attention_keeps_no_more_for_its_backward_than_without_rotation(rotation, without, compiled):
     tokens = torch.randn(8, 256, 64)
