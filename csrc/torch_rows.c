@@ -28,7 +28,7 @@ static void append(int *count, int64_t *sizes, int64_t *strides[LEAD_TENSORS], i
 void set_rows(rope_args *args, const lead_dims *lead) {
     rope_operand *angles = args->positions.data ? &args->positions : &args->freqs;
     rope_operand *grad = args->positions.data ? &args->grad_positions : &args->grad_freqs;
-    int64_t unused[2][ROPE_MAX_DIMS];
+    int64_t unused[2][ROPE_MAX_DIMS] = {{0}}; /* as of repeat dims that were there before */
     int64_t *token[] = {args->x.token, args->y.token, args->saved.token, angles->token, grad->token};
     int64_t *repeat[] = {args->x.repeat, args->y.repeat, args->saved.repeat, unused[0], unused[1]};
     for (int d = 0; d < lead->dims; d++) {

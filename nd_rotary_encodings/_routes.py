@@ -123,7 +123,10 @@ def can_join(grads, outputs, *others: Tensor) -> bool:
 
 
 def _lie_alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    if a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype:
+        return False
+    # the dispatcher hands over others with strides of their own in place of these
+    return a.is_neg() == b.is_neg() and a._is_zerotensor() == b._is_zerotensor()
 
 
 def rotate_any_(x: Tensor, positions: Tensor, freqs: Tensor, settings: tuple) -> Tensor:

@@ -165,6 +165,48 @@ def test_gradients_that_lie_otherwise(learned):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("kind", ["minus", "zeros"])
+def test_a_gradient_that_the_dispatcher_replaces_by_one_with_other_strides(kind, learned):
+    module, query, positions, key = module_and_inputs()
+    module.requires_grad_(learned)
+    query, key = (t.detach().requires_grad_() for t in (query, key))
+    leaves = [query, key, *(module.freqs if learned else ())]
+    if kind == "minus":
+        other = torch.randn(2, 5, 32)[..., ::2]
+        lazy = torch._neg_view(torch.randn(2, 5, 32)[..., ::2])
+    else:
+        other, lazy = torch.randn(2, 5, 16), torch._efficientzerotensor((2, 5, 16))
+    grads = lazy, other
+    assert lazy.stride() == other.stride()
+    found = torch.autograd.grad(module(query, positions, key), leaves, grads)
+    expected = torch.autograd.grad((module(query, positions), module(key, positions)), leaves, grads)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_for_dynamic_sizes_with_a_gradient_of_one_image_of_other_strides():
+    module, query, positions, key = module_and_inputs()
+    compiled = torch.compile(module, backend="aot_eager", dynamic=True)
+    query, key = (t[:1].detach().requires_grad_() for t in (query, key))
+    leaves = [query, key, *module.freqs]
+    grads = torch.randn(1, 5, 16), torch.randn(1, 5, 16).as_strided((1, 5, 16), (7, 16, 1))
+    found = torch.autograd.grad(compiled(query, positions[:1], key), leaves, grads)
+    expected = torch.autograd.grad(module(query, positions[:1], key), leaves, grads)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_strides_of_dims_of_size_one_may_differ():
+    grads, outputs = torch.randn(2, 1, 3, 1, 8), torch.randn(2, 1, 3, 1, 8)
+    others = (torch.rand(3, 2), torch.rand(2, 1, 4), 0, 2, 0, 0, False, False, True, True, True)
+    expected = ops._rotate_qk_backward(*grads, *outputs, *others)
+    grad_key = grads[1].as_strided((1, 3, 1, 8), (5, 8, 3, 1))
+    query = outputs[0].as_strided((1, 3, 1, 8), (0, 8, 9, 1))
+    found = ops._rotate_qk_backward(grads[0], grad_key, query, outputs[1], *others)
+    assert all(map(same_bits, found, expected))
+
+
 def test_a_key_that_needs_no_gradient_gets_none_from_fixed_frequencies():
     module, query, positions, key = module_and_inputs()
     module.requires_grad_(False)
