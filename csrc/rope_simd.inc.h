@@ -155,10 +155,15 @@ static inline vec_f32 load_bf16(const uint16_t *p) {
 #endif
 }
 
+/* To nearest, ties to even, in the upper halves. What is stored comes from arithmetic, so that a NaN is a quiet one:
+ * its upper half is a NaN as it is, where rounding could carry into zero. */
+static inline uint_f32 round_bf16(vec_f32 a) {
+    uint_f32 bits = (uint_f32)a, number = (uint_f32)(a == a);
+    return bits + ((0x7fff + ((bits >> 16) & 1)) & number);
+}
+
 static inline void store_bf16(uint16_t *p, vec_f32 a) {
-    uint_f32 bits = (uint_f32)a, nan = (uint_f32)(a != a); /* a NaN's rounding could carry into infinity */
-    uint_f32 rounded = bits + 0x7fff + ((bits >> 16) & 1),
-             result = ((rounded & ~nan) | ((bits | 0x400000) & nan)) >> 16;
+    uint_f32 result = round_bf16(a) >> 16;
 #if ROPE_BYTES == 64
     _mm256_storeu_si256((__m256i_u *)p, _mm512_cvtepi32_epi16((__m512i)result));
 #elif ROPE_BYTES == 32
