@@ -79,6 +79,7 @@ static void cut(rope_cpu_plan *plan) {
     const int backward = args->saved.data != NULL;
     plan->tokens = product(args->token_dims, args->token_size);
     plan->repeats = product(args->repeat_dims, args->repeat_size);
+    plan->zipped = args->block == 2 && args->dtype != ROPE_BF16;
     plan->row = args->freq_heads * args->pairs;
     plan->padded = pieces(plan->row, ROPE_PAD) * ROPE_PAD + ROPE_PAD;
 

@@ -14,6 +14,7 @@ typedef struct {
     int64_t tokens, repeats; /* products of the two kinds of leading dims */
     int64_t row, padded;     /* angles per token: freq_heads * pairs, and with padding */
     int64_t chunk;           /* tokens whose tables are in cache together */
+    int zipped;              /* their cos and sin in turn, for each pair of lanes; else two arrays */
 
     /* A unit of work is unit_tokens tokens times unit_repeats repeats; unit number
      * token_unit * repeat_units + repeat_unit. Units depend on sizes alone, never on the threads. */

@@ -111,8 +111,10 @@ static inline int64_t repeat_offset(const rope_args *args, const rope_tensor *te
 #undef E
 
 #define E bf16
+#define E_IS_BF16 1
 #include "rope_rows.inc.h"
 #undef E
+#undef E_IS_BF16
 #undef ELEMENT
 #undef R
 

@@ -11,9 +11,40 @@
 #define LOAD_REAL NAME(load, R)
 #define STORE_REAL NAME(store, R)
 
-/* W channels of interleaved pairs. `grad` gathers the two products of dL/dtheta in the two lanes of the pair. */
+/* W pairs (a[0], a[1]), rotated in place, and those saved. */
+ROPE_INLINE void NAME(rotate_pairs, E)(int work, VEC *a, const VEC *saved, const REAL *cos_table,
+                                       const REAL *sin_table, REAL *grad) {
+    VEC b0 = a[0], b1 = a[1];
+    if (work & (WRITE | FROM_INPUT)) {
+        VEC c = LOAD_REAL(cos_table), s = LOAD_REAL(sin_table);
+        b0 = a[0] * c - (a[1] * s + (VEC){0});
+        b1 = a[1] * c - ((VEC){0} - a[0] * s);
+    }
+    if (work & REDUCE) {
+        VEC g0 = work & FROM_INPUT ? b0 : a[0], g1 = work & FROM_INPUT ? b1 : a[1];
+        STORE_REAL(grad, LOAD_REAL(grad) + (g1 * saved[0] - g0 * saved[1]));
+    }
+    a[0] = b0, a[1] = b1;
+}
+
+/* CHANNELS channels of interleaved pairs, for which `table` has cos and sin in turn and `grad` gathers the two
+ * products of dL/dtheta in the two lanes of the pair; with two arrays, they are as in halves_step. */
+#if E_IS_BF16
+enum { NAME(CHANNELS, E) = 2 * W };
 ROPE_INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
-                                           const REAL *table, REAL *grad, NAME(int, R) odd_sign) {
+                                           const REAL *table, int64_t sin_at, REAL *grad, NAME(int, R) odd_sign) {
+    VEC a[2], w[2];
+    (void)odd_sign;
+    load_pairs_bf16(x, a);
+    if (work & REDUCE) load_pairs_bf16(saved, w);
+    NAME(rotate_pairs, E)(work, a, w, table, table + sin_at, grad);
+    if (work & WRITE) store_pairs_bf16(y, a);
+}
+#else
+enum { NAME(CHANNELS, E) = W };
+ROPE_INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                           const REAL *table, int64_t sin_at, REAL *grad, NAME(int, R) odd_sign) {
+    (void)sin_at;
     VEC a = LOAD(x), b = a;
     IN_REGISTER(a);
     if (work & (WRITE | FROM_INPUT)) {
@@ -23,43 +54,38 @@ ROPE_INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELE
     if (work & REDUCE) STORE_REAL(grad, LOAD_REAL(grad) + (work & FROM_INPUT ? b : a) * SWAP(LOAD(saved)));
     if (work & WRITE) STORE(y, b);
 }
+#endif
 
 /* W pairs (x[i], x[half + i]). */
 ROPE_INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y, int64_t half,
                                       const REAL *cos_table, const REAL *sin_table, REAL *grad) {
-    VEC a0 = LOAD(x), a1 = LOAD(x + half), b0 = a0, b1 = a1;
-    if (work & (WRITE | FROM_INPUT)) {
-        VEC c = LOAD_REAL(cos_table), s = LOAD_REAL(sin_table);
-        b0 = a0 * c - (a1 * s + (VEC){0});
-        b1 = a1 * c - ((VEC){0} - a0 * s);
-    }
-    if (work & REDUCE) {
-        VEC w0 = LOAD(saved), w1 = LOAD(saved + half), g0 = work & FROM_INPUT ? b0 : a0,
-            g1 = work & FROM_INPUT ? b1 : a1;
-        STORE_REAL(grad, LOAD_REAL(grad) + (g1 * w0 - g0 * w1));
-    }
+    VEC a[2] = {LOAD(x), LOAD(x + half)}, w[2];
+    if (work & REDUCE) w[0] = LOAD(saved), w[1] = LOAD(saved + half);
+    NAME(rotate_pairs, E)(work, a, w, cos_table, sin_table, grad);
     if (work & WRITE) {
-        STORE(y, b0);
-        STORE(y + half, b1);
+        STORE(y, a[0]);
+        STORE(y + half, a[1]);
     }
 }
 
 /* n channels of interleaved pairs; what is no whole vector goes through one on the stack. */
 ROPE_INLINE void NAME(rotate_interleaved, E)(int work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
-                                             const REAL *table, REAL *grad, int64_t n) {
+                                             const REAL *table, int64_t sin_at, REAL *grad, int64_t n) {
+    enum { CHANNELS = NAME(CHANNELS, E) };
     NAME(int, R) odd_sign = NAME(odd_sign, R)();
     IN_REGISTER(odd_sign);
     int64_t i = 0;
 #pragma GCC unroll 2
-    for (; i + W <= n; i += W)
-        NAME(interleaved_step, E)(work, x + i, AT(REDUCE, saved, i), AT(WRITE, y, i), table + i, AT(REDUCE, grad, i),
-                                  odd_sign);
+    for (; i + CHANNELS <= n; i += CHANNELS)
+        NAME(interleaved_step, E)(work, x + i, AT(REDUCE, saved, i), AT(WRITE, y, i), table + i * W / CHANNELS,
+                                  sin_at, AT(REDUCE, grad, i * W / CHANNELS), odd_sign);
     if (i < n) {
         const size_t rest = (size_t)(n - i) * sizeof(ELEMENT);
-        ELEMENT last_x[W] = {0}, last_saved[W] = {0}, last_y[W];
+        ELEMENT last_x[CHANNELS] = {0}, last_saved[CHANNELS] = {0}, last_y[CHANNELS];
         memcpy(last_x, x + i, rest);
         if (work & REDUCE) memcpy(last_saved, saved + i, rest);
-        NAME(interleaved_step, E)(work, last_x, last_saved, last_y, table + i, AT(REDUCE, grad, i), odd_sign);
+        NAME(interleaved_step, E)(work, last_x, last_saved, last_y, table + i * W / CHANNELS, sin_at,
+                                  AT(REDUCE, grad, i * W / CHANNELS), odd_sign);
         if (work & WRITE) memcpy(y + i, last_y, rest);
     }
 }
@@ -97,8 +123,8 @@ ROPE_INLINE void NAME(rotate_head, E)(int work, head_shape shape, const ELEMENT 
         if (last < shape.channels) memcpy(y + last, x + last, (size_t)(shape.channels - last) * sizeof(ELEMENT));
     }
     if (half == 1) {
-        NAME(rotate_interleaved, E)(work, x + first, AT(REDUCE, saved, first), AT(WRITE, y, first), table, grad,
-                                    last - first);
+        NAME(rotate_interleaved, E)(work, x + first, AT(REDUCE, saved, first), AT(WRITE, y, first), table, sin_at,
+                                    grad, last - first);
         return;
     }
     for (int64_t pair = 0; pair < shape.pairs; pair += half) {
@@ -192,7 +218,7 @@ static void NAME(finish_token, E)(const rope_cpu_plan *plan, int64_t token, int6
     const rope_args *args = plan->args;
     const int64_t row = plan->row, padded = plan->padded, axes = args->axes;
     const REAL sign = args->inverse ? 1 : -1; /* the backward rotates the other way round */
-    if (args->block == 2)
+    if (plan->zipped)
         for (int64_t i = 0; i < row; i++)
             angle_grad[i] = sign * (grad[2 * i + 1] - grad[2 * i]);
     else
@@ -229,7 +255,7 @@ static void NAME(finish_token, E)(const rope_cpu_plan *plan, int64_t token, int6
 static int NAME(run, E)(const rope_cpu_plan *plan, int64_t begin, int64_t end) {
     const rope_args *args = plan->args;
     const int64_t chunk = plan->chunk, padded = plan->padded, axes = args->axes;
-    const int interleaved = args->block == 2, backward = args->saved.data != NULL;
+    const int backward = args->saved.data != NULL;
     const int64_t span = 2 * padded;
     const int strided =
         args->x.channel != 1 || (args->y.data && args->y.channel != 1) || (backward && args->saved.channel != 1);
@@ -241,7 +267,7 @@ static int NAME(run, E)(const rope_cpu_plan *plan, int64_t begin, int64_t end) {
     const head_shape shape = {merged * args->head_dim, merged * args->pairs, args->rotary_offset, args->block};
     const int work =
         (args->y.data ? WRITE : 0) | (backward ? REDUCE : 0) | (backward && args->saved_is_input ? FROM_INPUT : 0);
-    const int64_t table_head = args->freq_heads == 1 ? 0 : interleaved ? 2 * args->pairs : args->pairs;
+    const int64_t table_head = args->freq_heads == 1 ? 0 : plan->zipped ? 2 * args->pairs : args->pairs;
 
     /* the tables first, at a cache line: their loads may not cross one */
     const size_t reals = (size_t)((1 + backward) * chunk * span + padded + axes * padded + chunk * axes);

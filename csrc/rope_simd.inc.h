@@ -25,6 +25,7 @@ typedef VECTOR(uint16_t, ROPE_BYTES / 2) half_bits;
 typedef UNALIGNED(float, ROPE_BYTES) loose_f32;
 typedef UNALIGNED(double, ROPE_BYTES) loose_f64;
 typedef UNALIGNED(uint16_t, ROPE_BYTES / 2) loose_half;
+typedef UNALIGNED(uint32_t, ROPE_BYTES) loose_words;
 
 #if defined(__clang__)
 #define SHUFFLE(a, b, ints, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -172,6 +173,22 @@ static inline void store_bf16(uint16_t *p, vec_f32 a) {
 #else
     *(loose_half *)p = __builtin_convertvector(result, half_bits);
 #endif
+}
+
+/* Two adjacent bfloat16 are one word, and the upper half of a float32 is its bfloat16: W_f32 pairs (a[0], a[1]) come
+ * apart and together again without a shuffle. */
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+enum { LOWER_HALF = 0, UPPER_HALF = 1 };
+#else
+enum { LOWER_HALF = 1, UPPER_HALF = 0 };
+#endif
+static inline void load_pairs_bf16(const uint16_t *p, vec_f32 *a) {
+    uint_f32 words = *(const loose_words *)p;
+    a[LOWER_HALF] = (vec_f32)(words << 16);
+    a[UPPER_HALF] = (vec_f32)(words & 0xffff0000);
+}
+static inline void store_pairs_bf16(uint16_t *p, const vec_f32 *a) {
+    *(loose_words *)p = round_bf16(a[LOWER_HALF]) >> 16 | (round_bf16(a[UPPER_HALF]) & 0xffff0000);
 }
 
 static inline vec_f32 load_f16(const uint16_t *p) {

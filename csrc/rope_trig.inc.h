@@ -56,7 +56,7 @@ static void NAME(token_table, R)(const rope_cpu_plan *plan, int64_t token, const
                                  REAL *position, REAL *table) {
     const rope_args *args = plan->args;
     const int64_t axes = args->axes, n = plan->row, padded = plan->padded;
-    const int zipped = args->block == 2, flip = args->inverse;
+    const int zipped = plan->zipped, flip = args->inverse;
     const int fits_f32 = read_token(plan, token, scratch);
     const double bound = scratch->bound[0];
     const double *turns_f64 = plan->turns_f64 ? plan->turns_f64 : scratch->turns_f64;
