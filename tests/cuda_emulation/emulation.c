@@ -165,6 +165,15 @@ static void shuffle_order(unsigned *order, unsigned count) {
     }
 }
 
+/* Apart, as GCC takes getcontext for a setjmp that may clobber the variables around it */
+static void prepare(coroutine *c, char *stack) {
+    getcontext(&c->context);
+    c->context.uc_stack.ss_sp = stack;
+    c->context.uc_stack.ss_size = STACK;
+    makecontext(&c->context, start, 0);
+    c->started = 0;
+}
+
 static int run_block(size_t memory) {
     const unsigned count = emulation_threads.x;
     unsigned order[MAX_THREADS];
@@ -175,13 +184,8 @@ static int run_block(size_t memory) {
     __asan_poison_memory_region((char *)emulation_memory + memory, MEMORY - memory);
     for (unsigned i = 0; i < count; i++) {
         thread *t = threads + i;
-        if (t->state != DONE || !t->coroutine.context.uc_stack.ss_sp) { /* new, or left where a launch failed */
-            getcontext(&t->coroutine.context);
-            t->coroutine.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
-            t->coroutine.context.uc_stack.ss_size = STACK;
-            makecontext(&t->coroutine.context, start, 0);
-            t->coroutine.started = 0;
-        }
+        if (t->state != DONE || !t->coroutine.context.uc_stack.ss_sp) /* new, or left where a launch failed */
+            prepare(&t->coroutine, stacks + (size_t)i * STACK);
         t->index = (emulation_index){i, 0, 0};
         t->state = READY;
     }
