@@ -34,7 +34,8 @@ static void split_heads(call *c, tensor *t, const settings *s) {
     memcpy(t->split_strides, t->strides, (size_t)last * sizeof *t->strides);
     t->split_sizes[last] = s->heads;
     t->split_sizes[last + 1] = t->sizes[last] / s->heads;
-    t->split_strides[last] = t->strides[last] * t->split_sizes[last + 1];
+    /* of an empty tensor this may overflow, but leads nowhere */
+    t->split_strides[last] = (int64_t)((uint64_t)t->strides[last] * (uint64_t)t->split_sizes[last + 1]);
     t->split_strides[last + 1] = t->strides[last];
     t->sizes = t->split_sizes;
     t->strides = t->split_strides;

@@ -152,6 +152,7 @@ def _rotate_qk_fake(query, key, *arguments):
 
 
 def _rotate_qk_definition(query, key, *arguments):
+    _check_backends(query, key, *arguments[:2])
     return rotate_definition(query, *arguments), rotate_definition(key, *arguments)
 
 
@@ -161,6 +162,7 @@ def _rotate_qk_backward_fake(grad_query, grad_key, y_query, y_key, *arguments):
 
 
 def _rotate_qk_backward_definition(grad_query, grad_key, y_query, y_key, *arguments):
+    _check_backends(grad_query, grad_key, y_query, y_key, *arguments[:2])
     of_query = _rotate_backward_definition(grad_query, y_query, *arguments)
     of_key = _rotate_backward_definition(grad_key, y_key, *arguments)
     return of_query[0], of_key[0], of_query[1] + of_key[1], of_query[2] + of_key[2]

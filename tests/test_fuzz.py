@@ -459,7 +459,8 @@ def gradients(kind, tensors: list[Tensor], settings: list, grad: Tensor):
     expected = torch.autograd.grad(y, leaves, grad, allow_unused=True, materialize_grads=True)
     by_angle = (2 * largest(x_rows) * largest(grad_rows))[..., None]
     by_angle = by_angle.expand(*by_angle.shape[:-1], angles.shape[-1])
-    of_x = torch.full_like(expected[0], float(grad.abs().sum()) if grad.numel() else 0.0)
+    largest_angle = float(angles.max()) if angles.numel() else 0.0  # the definition rounds it: 2**-50 of it
+    of_x = torch.full_like(expected[0], float(grad.abs().sum()) * (1 + largest_angle / 16))
     return expected, (of_x, *torch.autograd.grad(angles, sizes[1:], by_angle.sum_to_size(angles.shape)))
 
 

@@ -222,6 +222,17 @@ def test_unlike_tensors_are_refused_by_the_backward_kernel():
             ops._rotate_qk_backward(*grads, *outputs, *arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+def test_all_tensors_are_checked_before_one_is_rotated_by_the_definition():
+    x = torch.randn(3, 2, 8)
+    quantized = torch.quantize_per_tensor(x, 0.1, 10, torch.quint8)
+    others = torch.rand(3, 2), torch.rand(2, 2, 4), 0, 0  # blocks of 0 channels can't be rotated
+    with pytest.raises(RuntimeError, match="not quantized"):
+        ops._rotate_qk(x, quantized, *others)
+    with pytest.raises(RuntimeError, match="not quantized"):
+        ops._rotate_qk_backward(x, quantized, x, x, *others, 0, 0, False, False, True, True, True)
+
+
 def test_queries_and_keys_of_other_numbers_of_tokens_share_a_position():
     module = RoPEEncodingND(1, 8, 1)
     query, key, position = torch.randn(5, 8), torch.randn(3, 8), torch.tensor([[7.0]])
