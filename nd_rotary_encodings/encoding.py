@@ -185,7 +185,8 @@ class RoPEEncodingND(nn.Module):
             query_pos: ``[..., P]``, any real dtype, in true units, not normalized to [0, 1]. Leading dims
                 broadcast against those of ``query``, both ways.
             key: ``[..., E]``.
-            key_pos: ``[..., P]``. Default: ``query_pos``; then cosines and sines are formed once for both.
+            key_pos: ``[..., P]``. Default: ``query_pos``; then cosines and sines are formed once for both,
+                which are one node of the autograd graph: a backward from each needs ``retain_graph``.
 
         Returns:
             The rotated query in its own dtype, or a tuple of query and key. With ``inplace`` the tensors

@@ -93,7 +93,8 @@ def apply_rope_qk(
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys by the same positions: :func:`apply_rope` of both in less time, as cosines and
-    sines are formed once.
+    sines are formed once. Both are one node of the autograd graph: backwards from each on its own need
+    ``retain_graph``.
 
     Args:
         query, key: each as ``x`` of :func:`apply_rope`. Where shapes, dtypes or strides differ, nothing is
