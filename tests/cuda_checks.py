@@ -189,7 +189,7 @@ def modules(device: Device) -> None:
             copy.load_state_dict(module.state_dict())
             query, key = query.clone().requires_grad_(), key.clone().requires_grad_()
             q, k = copy(query, positions, key)
-            return q.detach(), k.detach(), *torch.autograd.grad((q * k).sum(), [query, key, *copy.freqs])
+            return q.detach(), k.detach(), *torch.autograd.grad((q * q * k).sum(), [query, key, *copy.freqs])
 
         wanted, results = device.both(run, query, key, positions)
         for result, expected in zip(results, wanted, strict=True):
