@@ -63,27 +63,6 @@ class Rotate(torch.autograd.Function):
         return *gradients(grad, y, positions, freqs, ctx.settings, needs, ctx.x_shape), None, None
 
 
-def gradients_qk(
-    grads, outputs, positions: Tensor, freqs: Tensor, settings: tuple, needs, shapes
-) -> list[Tensor | None]:
-    """Those of queries, keys, positions and freqs; ``grads`` and ``outputs`` are of the rotated two."""
-    if _routes.can_join(grads, outputs, positions, freqs):
-        if outputs[0] is None:  # and not read
-            outputs = grads
-        each = (needs[0] or needs[1], *needs[2:])
-        results = _ops.rotate_qk_backward(*grads, *outputs, positions, freqs, *settings, *each)
-        results = [r if n else None for r, n in zip(results, needs, strict=True)]
-        return [*map(_sum_to, shapes, results, (settings, settings)), *results[2:]]
-    of_x: list[Tensor | None] = [None, None]
-    sums: list[Tensor | None] = [None, None]
-    for i, (grad, y) in enumerate(zip(grads, outputs, strict=True)):
-        if grad is not None:
-            each = (needs[i], *needs[2:])
-            of_x[i], *more = gradients(grad, y, positions, freqs, settings, each, shapes[i])
-            sums = [b if a is None or b is None else a + b for a, b in zip(sums, more, strict=True)]
-    return [*of_x, *sums]
-
-
 def _qk_setup(ctx, inputs, output):
     query, key, positions, freqs, *settings = inputs
     outputs = output if any(ctx.needs_input_grad[2:4]) else (None, None)
@@ -94,9 +73,23 @@ def _qk_setup(ctx, inputs, output):
 
 def _qk_backward(ctx, *grads):
     *outputs, positions, freqs = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    results = gradients_qk(grads, outputs, positions, freqs, ctx.settings, needs[:4], ctx.shapes)
-    return *results, *[None] * (len(needs) - 4)
+    settings, shapes, needs = ctx.settings, ctx.shapes, ctx.needs_input_grad[:4]
+    no_settings = [None] * len(settings)
+    if _routes.can_join(grads, outputs, positions, freqs):
+        if outputs[0] is None:  # and not read
+            outputs = grads
+        each = (needs[0] or needs[1], *needs[2:])
+        results = _ops.rotate_qk_backward(*grads, *outputs, positions, freqs, *settings, *each)
+        results = [r if n else None for r, n in zip(results, needs, strict=True)]
+        return *map(_sum_to, shapes, results, (settings, settings)), *results[2:], *no_settings
+    of_x: list[Tensor | None] = [None, None]
+    sums: list[Tensor | None] = [None, None]
+    for i, (grad, y) in enumerate(zip(grads, outputs, strict=True)):
+        if grad is not None:
+            each = (needs[i], *needs[2:])
+            of_x[i], *more = gradients(grad, y, positions, freqs, settings, each, shapes[i])
+            sums = [b if a is None or b is None else a + b for a, b in zip(sums, more, strict=True)]
+    return *of_x, *sums, *no_settings
 
 
 class RotateQK(torch.autograd.Function):

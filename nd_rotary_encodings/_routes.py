@@ -97,11 +97,11 @@ def rotate_qk(
     query: Tensor, key: Tensor, positions: Tensor, freqs: Tensor, settings: tuple
 ) -> tuple[Tensor, Tensor]:
     """:func:`rotate_any` of both, with cosines and sines formed once for both where the kernels are used."""
-    records = _records(query, positions, freqs) or _records(key, positions, freqs)
-    # with a derivative, both results need gradients
-    if not records or query.requires_grad == key.requires_grad or _records(freqs, positions, freqs):
+    learned = positions.requires_grad or freqs.requires_grad
+    # with a derivative, one operator's results both need gradients
+    if learned or query.requires_grad == key.requires_grad or not torch.is_grad_enabled():
         if is_plain(query, positions, freqs) and type(key) in _PLAIN_TYPES:
-            if records:
+            if _records(query, positions, freqs):
                 return _autograd.RotateQK.apply(query, key, positions, freqs, *settings)
             return _ops.rotate_qk(query, key, positions, freqs, *settings)
         tensors = (query, key, positions, freqs)

@@ -109,17 +109,20 @@ def apply_rope_qk(
     Raises:
         ValueError: as :func:`apply_rope`.
     """
-    shapes = (num_prefix_tokens, head_dim_first)
+
+    def check() -> int:
+        rest = (positions, freqs, layout, rotary_offset, num_prefix_tokens, head_dim_first)
+        check_apply_rope(query, *rest, name="query")
+        return check_apply_rope(key, *rest, name="key")
+
+    settings = (rotary_offset, num_prefix_tokens, head_dim_first, inverse)
     if layout == "interleaved" and is_plain(query, positions, freqs):
         try:
-            return rotate_qk(query, key, positions, freqs, (0, 2, rotary_offset, *shapes, inverse))
+            return rotate_qk(query, key, positions, freqs, (0, 2, *settings))
         except (RuntimeError, TypeError):
-            for x, name in ((query, "query"), (key, "key")):
-                check_apply_rope(x, positions, freqs, layout, rotary_offset, *shapes, name=name)
+            check()
             raise
-    block = check_apply_rope(query, positions, freqs, layout, rotary_offset, *shapes, name="query")
-    check_apply_rope(key, positions, freqs, layout, rotary_offset, *shapes, name="key")
-    return rotate_qk(query, key, positions, freqs, (0, block, rotary_offset, *shapes, inverse))
+    return rotate_qk(query, key, positions, freqs, (0, check(), *settings))
 
 
 def apply_rope_(
