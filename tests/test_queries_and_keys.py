@@ -17,11 +17,12 @@ from nd_rotary_encodings import RoPEEncodingND, _routes, apply_rope, apply_rope_
 ops = torch.ops.nd_rotary
 
 
-def settings_of(call, heads=0):
-    layout = call.settings["layout"]
-    block = {"interleaved": 2, "half": 2 * call.freqs.shape[-1]}.get(layout, layout)
-    names = ("rotary_offset", "num_prefix_tokens", "head_dim_first", "inverse")
-    return (heads, block or 2, *(call.settings[name] for name in names))
+def settings_of(options, pairs):
+    """The arguments of the operators that options of ``apply_rope`` stand for."""
+    layout = options.get("layout", "interleaved")
+    block = {"interleaved": 2, "half": 2 * pairs}.get(layout, layout)
+    offset, prefix = (options.get(name, 0) for name in ("rotary_offset", "num_prefix_tokens"))
+    return (0, block, offset, prefix, options.get("head_dim_first", False), options.get("inverse", False))
 
 
 def key_for(call, kind, seed):
@@ -29,12 +30,14 @@ def key_for(call, kind, seed):
     if kind == "the same":
         return call.x
     key = random_embeddings(call.x.shape, torch.float16 if kind == "dtype" else call.x.dtype, seed)
+    if kind == "batch" and call.x.ndim - 2 >= call.positions.ndim - 1:
+        return key[None].repeat(2, *[1] * key.ndim)
     return in_memory(key, "contiguous" if kind == "memory" else call.x_memory)
 
 
-@given(calls(), st.sampled_from(["alike", "the same", "memory", "dtype"]), st.integers(0, 99))
+@given(calls(), st.sampled_from(["alike", "the same", "memory", "dtype", "batch"]), st.integers(0, 99))
 def test_results_have_the_bits_of_two_calls(call, kind, seed):
-    key, settings = key_for(call, kind, seed), settings_of(call)
+    key, settings = key_for(call, kind, seed), settings_of(call.settings, call.freqs.shape[-1])
     together = ops._rotate_qk(call.x, key, call.positions, call.freqs, *settings)
     for y, x in zip(together, (call.x, key), strict=True):
         assert same_bits(y, ops._rotate(x, call.positions, call.freqs, *settings))
@@ -55,7 +58,7 @@ def test_gradients_are_those_of_two_calls(call, seed):
     outputs = [
         in_memory(random_embeddings(call.x.shape, call.x.dtype, seed + i), "transposed") for i in (2, 3)
     ]
-    others = (positions, call.freqs, *settings_of(call))
+    others = (positions, call.freqs, *settings_of(call.settings, call.freqs.shape[-1]))
     of_query, of_key, *sums = ops._rotate_qk_backward(*grads, *outputs, *others, True, True, True)
     singles = [
         ops._rotate_backward(g, y, *others, True, True, True) for g, y in zip(grads, outputs, strict=True)
@@ -78,12 +81,7 @@ NEEDS_NAMES = ["+".join(n for n, need in zip("qkpf", s, strict=True) if need) fo
 
 def both(case, needs):
     (query, positions, freqs), options = inputs_of(case, (needs[0], *needs[2:]))
-    block = {"interleaved": 2, "half": 2 * freqs.shape[-1]}.get(
-        options.get("layout", 2), options.get("layout", 2)
-    )
-    names = ("rotary_offset", "num_prefix_tokens", "head_dim_first", "inverse")
-    settings = (0, block, *(options.get(name, 0) for name in names[:2]))
-    settings += tuple(bool(options.get(name)) for name in names[2:])
+    settings = settings_of(options, freqs.shape[-1])
     inputs = (query, double(*query.shape, requires_grad=needs[1]), positions, freqs)
     return inputs, lambda *inputs: _routes.rotate_qk(*inputs, settings)
 
