@@ -26,3 +26,11 @@ def rotate_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Complex numbers, as RoPE-Mixed (Heo et al., arXiv:2403.13298) was published."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).type_as(x)
+
+
+LAYOUTS = {"interleaved": rotate_interleaved, "half": rotate_half}
+
+
+def from_positions(rotate):
+    """One of these, with its table formed at each call."""
+    return lambda x, positions, freqs: rotate(x, *cos_sin(positions, freqs))

@@ -171,16 +171,9 @@ def rows(x, positions, freqs) -> Iterator[Row]:
     yield Row("forward + backward: x, freqs, positions", None, train(apply_rope, leaf, moving, learned))
 
     cos, sin = (t.to(x.dtype) for t in definitions.cos_sin(positions, freqs))
-    for layout, by_table in (
-        ("interleaved", definitions.rotate_interleaved),
-        ("half", definitions.rotate_half),
-    ):
-
-        def by_position(x, positions, freqs, by_table=by_table):
-            return by_table(x, *definitions.cos_sin(positions, freqs))
-
+    for layout, by_table in definitions.LAYOUTS.items():
         table = torch.compile(by_table, dynamic=False)
-        formed = torch.compile(by_position, dynamic=False)
+        formed = torch.compile(definitions.from_positions(by_table), dynamic=False)
         name = f"torch.compile, {layout}"
         yield Row(f"{name}, table", None, lambda f=table: f(x, cos, sin))
         yield Row(name, None, lambda f=formed: f(x, positions, freqs))

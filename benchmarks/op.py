@@ -7,7 +7,6 @@ A row and its unit take turns, so that a busy machine slows both. Each row is ch
 before it is timed. README.md beside this file says how to read the numbers.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -27,19 +26,7 @@ class Row:
     at_most: float | None
     call: Callable[[], object]
     unit: Callable[[], object]
-    repeats: int = 51
     inner: int = 1  # calls per timing
-
-
-def in_units(row: Row, repeats: int) -> dict[str, float]:
-    for _ in range(3):
-        row.unit()
-        row.call()
-    units, calls = [], []
-    for _ in range(repeats):
-        units.append(measure.seconds(row.unit, row.inner))
-        calls.append(measure.seconds(row.call, row.inner))
-    return {**measure.ratio_to(units, calls), "unit_us": statistics.median(units) * 1e6}
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -128,7 +115,7 @@ def tiny_rows() -> Iterator[Row]:
         ("call on [1, 2, 8]: module", 12, lambda: infer(module, x, positions)),
         ("call on [1, 2, 8]: module, training", 30, lambda: module(trained, positions)),
     ):
-        yield Row(work, at_most, call, x.sin, 21, 2000)
+        yield Row(work, at_most, call, x.sin, inner=2000)
 
 
 def main() -> None:
@@ -139,7 +126,11 @@ def main() -> None:
     results = []
     for rows in (forward_rows(x, positions, freqs), backward_rows(x, positions, freqs), tiny_rows()):
         for row in rows:
-            result = in_units(row, 3 if options.quick else row.repeats)
+            times = measure.in_turn(
+                {"unit": row.unit, "work": row.call}, 0 if options.quick else 1, row.inner
+            )
+            result = measure.ratio_to(times["unit"], times["work"])
+            result["unit_us"] = measure.median_ms(times["unit"]) * 1e3
             quartiles = f"{result['low']:.2f} to {result['high']:.2f}"
             numbers = (
                 f"{result['ratio']:8.2f}{quartiles:>16}{row.at_most or '':>9}{result['unit_us']:9.1f} us"

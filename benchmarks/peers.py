@@ -34,7 +34,6 @@ from nd_rotary_encodings import RoPEEncodingND, apply_rope_qk, reference
 
 BATCH, SIDE, HEADS, HEAD_DIM = 4, 64, 8, 32
 PAIRS = HEAD_DIM // 2
-LAYOUTS = (("interleaved", definitions.rotate_interleaved), ("half", definitions.rotate_half))
 compiled = partial(torch.compile, dynamic=False)
 
 
@@ -108,7 +107,7 @@ def by_definition(positions: Tensor, freqs: Tensor) -> Iterator[Contestant]:
 
     complex_numbers = partial(rotate, turn=definitions.rotate_complex)
     yield Contestant("eager, complex", complex_numbers, learned=freqs)
-    for layout, turn in LAYOUTS:
+    for layout, turn in definitions.LAYOUTS.items():
         eager = partial(rotate, turn=turn)
         yield Contestant(f"eager, {layout}", eager, layout, learned=freqs)
         yield Contestant(f"torch.compile, {layout}", compiled(eager), layout, learned=freqs)
@@ -154,15 +153,15 @@ def timm_mixed(positions: Tensor, freqs: Tensor) -> Iterator[Contestant]:
 
 def by_table(positions: Tensor, freqs: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
     table = [t.to(dtype) for t in definitions.cos_sin(positions, freqs)]
-    for layout, turn in LAYOUTS:
+    for layout, turn in definitions.LAYOUTS.items():
         rotate = compiled(lambda q, k, turn=turn: (turn(q, *table), turn(k, *table)))
         yield Contestant(f"torch.compile, {layout}, table", rotate, layout)
 
 
 def timm_axial(positions: Tensor, freqs: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
     code = import_timm()
-    angles = angles_of_tokens(positions, freqs).repeat_interleave(2, -1)
-    table = torch.cat((angles.sin(), angles.cos()), -1).to(dtype)
+    cos, sin = (t[0, :, 0].repeat_interleave(2, -1) for t in definitions.cos_sin(positions, freqs))
+    table = torch.cat((sin, cos), -1).to(dtype)
 
     def rotate(q, k):
         return code.apply_rot_embed_cat(q, table), code.apply_rot_embed_cat(k, table)
@@ -185,19 +184,13 @@ def rotary_embedding_torch(positions: Tensor, freqs: Tensor) -> Iterator[Contest
 
 def hugging_face(positions: Tensor, freqs: Tensor, dtype: torch.dtype) -> Iterator[Contestant]:
     code = importlib.import_module("transformers.models.llama.modeling_llama")
-    angles = angles_of_tokens(positions, freqs).repeat(1, 2)[None]
-    table = angles.cos().to(dtype), angles.sin().to(dtype)
+    table = [t[:, :, 0].repeat(1, 1, 2).to(dtype) for t in definitions.cos_sin(positions, freqs)]
 
     def rotate(q, k):
         return code.apply_rotary_pos_emb(q, k, *table)
 
     yield Contestant("Hugging Face, table", rotate, "half", heads_first=True)
     yield Contestant("Hugging Face, table, torch.compile", compiled(rotate), "half", heads_first=True)
-
-
-def angles_of_tokens(positions: Tensor, freqs: Tensor) -> Tensor:
-    """``[N, F]``"""
-    return (positions[0, :, :, None] * freqs[:, 0]).sum(-2)
 
 
 def jobs(peers: Path, dtype: torch.dtype) -> Iterator[Job]:

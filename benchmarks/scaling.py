@@ -28,18 +28,10 @@ SWEEPS = {
 }
 
 
-def rotate_compiled(x, positions, freqs):
-    return definitions.rotate_half(x, *definitions.cos_sin(positions, freqs))
-
-
-def rotate_complex(x, positions, freqs):
-    return definitions.rotate_complex(x, *definitions.cos_sin(positions, freqs))
-
-
 VARIANTS = {
     "ours": apply_rope,
-    "torch.compile, half": torch.compile(rotate_compiled, dynamic=False),
-    "eager, complex": rotate_complex,
+    "torch.compile, half": torch.compile(definitions.from_positions(definitions.rotate_half), dynamic=False),
+    "eager, complex": definitions.from_positions(definitions.rotate_complex),
 }
 
 
@@ -60,11 +52,11 @@ def main() -> None:
     about = measure.start(options)
     budget = 0 if options.quick else 2
     results = []
-    for (varied, values), threads in itertools.product(SWEEPS.items(), (options.threads, 1)):
-        if threads != options.threads:
-            if varied != "tokens":
-                continue
-            values = values[:-1]  # a million once: the C library keeps what was freed
+    sweeps = [(options.threads, *sweep) for sweep in SWEEPS.items()]
+    if options.threads > 1:
+        # a million tokens once: the C library keeps what was freed
+        sweeps.append((1, "tokens", SWEEPS["tokens"][:-1]))
+    for threads, varied, values in sweeps:
         torch.set_num_threads(threads)
         for value, training in itertools.product(values[:1] if options.quick else values, (False, True)):
             torch.compiler.reset()
