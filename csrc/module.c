@@ -36,6 +36,14 @@ static PyObject *force_instruction_set(PyObject *module, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
+static PyObject *stream_from(PyObject *module, PyObject *argument) {
+    (void)module;
+    const long long bytes = argument == Py_None ? -1 : PyLong_AsLongLong(argument);
+    if (bytes == -1 && PyErr_Occurred()) return NULL;
+    rope_cpu_stream_from(bytes);
+    Py_RETURN_NONE;
+}
+
 static PyObject *prepare_cuda(PyObject *module, PyObject *argument) {
     (void)module;
     const long device = PyLong_AsLong(argument);
@@ -68,6 +76,7 @@ static PyObject *live_handles(PyObject *module, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS, "Compiler, instruction sets as (name, usable here), CUDA, torch's ABI."},
     {"force_instruction_set", force_instruction_set, METH_O, "Use this instruction set from now on; None: the best."},
+    {"stream_from", stream_from, METH_O, "Write results of so many bytes past the caches; None: as the caches are."},
     {"prepare_cuda", prepare_cuda, METH_O, "Load the kernels of this CUDA device: None, or why there are none."},
     {"use_nvrtc", use_nvrtc, METH_O, "Where NVRTC's library is, for a build that has the kernels as source."},
     {"emulate_cuda", use_emulated_cuda, METH_O, "CPU tensors take CUDA's way, with this driver; None: no more."},

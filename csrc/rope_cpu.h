@@ -15,6 +15,9 @@ typedef struct {
     int64_t row, padded;     /* angles per token: freq_heads * pairs, and with padding */
     int64_t chunk;           /* tokens whose tables are in cache together */
     int zipped;              /* their cos and sin in turn, for each pair of lanes; else two arrays */
+    int strided;             /* the channels of some tensor are not one element apart */
+    int side_by_side;        /* all heads of a token are rotated like one */
+    int stream;              /* results are written past the caches */
 
     /* A unit of work is unit_tokens tokens times unit_repeats repeats; unit number
      * token_unit * repeat_units + repeat_unit. Units depend on sizes alone, never on the threads. */

@@ -89,8 +89,9 @@ typedef struct {
     int64_t channels, pairs, rotary_offset, block;
 } head_shape;
 
-/* What rotating a row is to do: write the result, reduce dL/dangle, and whether `saved` is the input for that. */
-enum { WRITE = 1, REDUCE = 2, FROM_INPUT = 4 };
+/* What rotating a row is to do: write the result, past the caches, reduce dL/dangle, and whether `saved` is the input
+ * for that. */
+enum { WRITE = 1, REDUCE = 2, FROM_INPUT = 4, STREAM = 8 };
 
 static inline int64_t repeat_offset(const rope_args *args, const rope_tensor *tensor, int64_t repeat) {
     return rope_offset(args->repeat_dims, args->repeat_size, tensor->repeat, repeat);

@@ -7,7 +7,7 @@
 #define W NAME(W, R)
 #define SWAP NAME(swap, R)
 #define LOAD NAME(load, E)
-#define STORE NAME(store, E)
+#define WRITE_VEC NAME(write, E)
 #define LOAD_REAL NAME(load, R)
 #define STORE_REAL NAME(store, R)
 
@@ -38,7 +38,7 @@ ROPE_INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELE
     load_pairs_bf16(x, a);
     if (work & REDUCE) load_pairs_bf16(saved, w);
     NAME(rotate_pairs, E)(work, a, w, table, table + sin_at, grad);
-    if (work & WRITE) store_pairs_bf16(y, a);
+    if (work & WRITE) write_pairs_bf16(y, a, work & STREAM);
 }
 #else
 enum { NAME(CHANNELS, E) = W };
@@ -52,7 +52,7 @@ ROPE_INLINE void NAME(interleaved_step, E)(int work, const ELEMENT *x, const ELE
         b = a * NAME(load_cos, R)(table) - (SWAP(a) * s + (VEC){0});
     }
     if (work & REDUCE) STORE_REAL(grad, LOAD_REAL(grad) + (work & FROM_INPUT ? b : a) * SWAP(LOAD(saved)));
-    if (work & WRITE) STORE(y, b);
+    if (work & WRITE) WRITE_VEC(y, b, work & STREAM);
 }
 #endif
 
@@ -63,8 +63,8 @@ ROPE_INLINE void NAME(halves_step, E)(int work, const ELEMENT *x, const ELEMENT 
     if (work & REDUCE) w[0] = LOAD(saved), w[1] = LOAD(saved + half);
     NAME(rotate_pairs, E)(work, a, w, cos_table, sin_table, grad);
     if (work & WRITE) {
-        STORE(y, a[0]);
-        STORE(y + half, a[1]);
+        WRITE_VEC(y, a[0], work & STREAM);
+        WRITE_VEC(y + half, a[1], work & STREAM);
     }
 }
 
@@ -208,6 +208,11 @@ static void NAME(rotate_any, E)(int work, int strided, const rope_args *args, co
         CASE(WRITE | REDUCE);
         CASE(REDUCE | FROM_INPUT);
         CASE(WRITE | REDUCE | FROM_INPUT);
+#if CAN_STREAM
+        CASE(WRITE | STREAM);
+        CASE(WRITE | STREAM | REDUCE);
+        CASE(WRITE | STREAM | REDUCE | FROM_INPUT);
+#endif
     }
 #undef CASE
 }
@@ -257,21 +262,16 @@ static int NAME(run, E)(const rope_cpu_plan *plan, int64_t begin, int64_t end) {
     const int64_t chunk = plan->chunk, padded = plan->padded, axes = args->axes;
     const int backward = args->saved.data != NULL;
     const int64_t span = 2 * padded;
-    const int strided =
-        args->x.channel != 1 || (args->y.data && args->y.channel != 1) || (backward && args->saved.channel != 1);
-    const int side_by_side = !strided && args->freq_heads == args->heads && args->rotary_offset == 0 &&
-                             2 * args->pairs == args->head_dim && args->x.head == args->head_dim &&
-                             (!args->y.data || args->y.head == args->head_dim) &&
-                             (!backward || args->saved.head == args->head_dim);
-    const int64_t heads = side_by_side ? 1 : args->heads, merged = side_by_side ? args->heads : 1;
+    const int64_t heads = plan->side_by_side ? 1 : args->heads, merged = plan->side_by_side ? args->heads : 1;
     const head_shape shape = {merged * args->head_dim, merged * args->pairs, args->rotary_offset, args->block};
-    const int work =
-        (args->y.data ? WRITE : 0) | (backward ? REDUCE : 0) | (backward && args->saved_is_input ? FROM_INPUT : 0);
+    const int work = (args->y.data ? WRITE : 0) | (plan->stream && CAN_STREAM ? STREAM : 0) |
+                     (backward ? REDUCE : 0) | (backward && args->saved_is_input ? FROM_INPUT : 0);
     const int64_t table_head = args->freq_heads == 1 ? 0 : plan->zipped ? 2 * args->pairs : args->pairs;
 
     /* the tables first, at a cache line: their loads may not cross one */
     const size_t reals = (size_t)((1 + backward) * chunk * span + padded + axes * padded + chunk * axes);
-    const size_t doubles = (size_t)(5 * padded + 2 * axes + 1), rows = strided ? (size_t)(3 * args->head_dim) : 0;
+    const size_t doubles = (size_t)(5 * padded + 2 * axes + 1);
+    const size_t rows = plan->strided ? (size_t)(3 * args->head_dim) : 0;
     void *memory =
         malloc(ROPE_LINE + reals * sizeof(REAL) + 8 + doubles * sizeof(double) +
                (size_t)(3 * chunk) * sizeof(int64_t) + (size_t)(2 * padded) * sizeof(float) + rows * sizeof(ELEMENT));
@@ -311,7 +311,7 @@ static int NAME(run, E)(const rope_cpu_plan *plan, int64_t begin, int64_t end) {
             if (backward) memset(grads, 0, (size_t)(n * span) * sizeof(REAL));
 
             now.tokens = n;
-            NAME(rotate_any, E)(work, strided, args, &shape, &now, first_repeat, last_repeat);
+            NAME(rotate_any, E)(work, plan->strided, args, &shape, &now, first_repeat, last_repeat);
             if (!backward) continue;
             for (int64_t t = 0; t < n; t++)
                 NAME(finish_token, E)(plan, start + t, repeat_unit, grads + t * span, positions + t * axes,
@@ -326,6 +326,7 @@ static int NAME(run, E)(const rope_cpu_plan *plan, int64_t begin, int64_t end) {
             }
         }
     }
+    if (work & STREAM) drain_streams();
     free(memory);
     return 0;
 }
@@ -335,6 +336,6 @@ static int NAME(run, E)(const rope_cpu_plan *plan, int64_t begin, int64_t end) {
 #undef W
 #undef SWAP
 #undef LOAD
-#undef STORE
+#undef WRITE_VEC
 #undef LOAD_REAL
 #undef STORE_REAL

@@ -120,11 +120,53 @@ static inline vec_f64 fma_f64(vec_f64 a, vec_f64 b, vec_f64 c) {
 #endif
 }
 
-/* Loads and stores of W_f32 (W_f64) elements of any embedding type. */
+/* Loads and stores of W_f32 (W_f64) elements of any embedding type; `write_` is for results. */
 static inline vec_f32 load_f32(const float *p) { return *(const loose_f32 *)p; }
 static inline void store_f32(float *p, vec_f32 a) { *(loose_f32 *)p = a; }
 static inline vec_f64 load_f64(const double *p) { return *(const loose_f64 *)p; }
 static inline void store_f64(double *p, vec_f64 a) { *(loose_f64 *)p = a; }
+
+/* A vector of results, or of results in half the bytes. With `stream` the caches are passed by: then p must be a
+ * multiple of those bytes, and drain_streams comes before other threads read. */
+#if ROPE_BYTES >= 32
+#define CAN_STREAM 1
+static inline void drain_streams(void) { _mm_sfence(); }
+#else
+#define CAN_STREAM 0
+static inline void drain_streams(void) {}
+#endif
+static inline void put_whole(void *p, uint_f32 a, int stream) {
+#if ROPE_BYTES == 64
+    if (stream) {
+        _mm512_stream_si512(p, (__m512i)a);
+        return;
+    }
+#elif ROPE_BYTES == 32
+    if (stream) {
+        _mm256_stream_si256(p, (__m256i)a);
+        return;
+    }
+#endif
+    (void)stream;
+    *(loose_words *)p = a;
+}
+static inline void put_half(void *p, half_bits a, int stream) {
+#if ROPE_BYTES == 64
+    if (stream) {
+        _mm256_stream_si256(p, (__m256i)a);
+        return;
+    }
+#elif ROPE_BYTES == 32
+    if (stream) {
+        _mm_stream_si128(p, (__m128i)a);
+        return;
+    }
+#endif
+    (void)stream;
+    *(loose_half *)p = a;
+}
+static inline void write_f32(float *p, vec_f32 a, int stream) { put_whole(p, (uint_f32)a, stream); }
+static inline void write_f64(double *p, vec_f64 a, int stream) { put_whole(p, (uint_f32)a, stream); }
 
 /* Of pairs (cos, sin): the cos of each pair in both of its lanes, and the sin. x86 has loads that do so, which saves
  * the shuffles that the compiler would make of one load. */
@@ -163,15 +205,15 @@ static inline uint_f32 round_bf16(vec_f32 a) {
     return bits + ((0x7fff + ((bits >> 16) & 1)) & number);
 }
 
-static inline void store_bf16(uint16_t *p, vec_f32 a) {
+static inline void write_bf16(uint16_t *p, vec_f32 a, int stream) {
     uint_f32 result = round_bf16(a) >> 16;
 #if ROPE_BYTES == 64
-    _mm256_storeu_si256((__m256i_u *)p, _mm512_cvtepi32_epi16((__m512i)result));
+    put_half(p, (half_bits)_mm512_cvtepi32_epi16((__m512i)result), stream);
 #elif ROPE_BYTES == 32
     __m256i packed = _mm256_packus_epi32((__m256i)result, (__m256i)result);
-    _mm_storeu_si128((__m128i_u *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8)));
+    put_half(p, (half_bits)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8)), stream);
 #else
-    *(loose_half *)p = __builtin_convertvector(result, half_bits);
+    put_half(p, __builtin_convertvector(result, half_bits), stream);
 #endif
 }
 
@@ -187,8 +229,8 @@ static inline void load_pairs_bf16(const uint16_t *p, vec_f32 *a) {
     a[LOWER_HALF] = (vec_f32)(words << 16);
     a[UPPER_HALF] = (vec_f32)(words & 0xffff0000);
 }
-static inline void store_pairs_bf16(uint16_t *p, const vec_f32 *a) {
-    *(loose_words *)p = round_bf16(a[LOWER_HALF]) >> 16 | (round_bf16(a[UPPER_HALF]) & 0xffff0000);
+static inline void write_pairs_bf16(uint16_t *p, const vec_f32 *a, int stream) {
+    put_whole(p, round_bf16(a[LOWER_HALF]) >> 16 | (round_bf16(a[UPPER_HALF]) & 0xffff0000), stream);
 }
 
 static inline vec_f32 load_f16(const uint16_t *p) {
@@ -206,15 +248,17 @@ static inline vec_f32 load_f16(const uint16_t *p) {
 #endif
 }
 
-static inline void store_f16(uint16_t *p, vec_f32 a) {
+static inline void write_f16(uint16_t *p, vec_f32 a, int stream) {
 #if ROPE_BYTES == 64
-    _mm256_storeu_si256((__m256i_u *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    put_half(p, (half_bits)_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), stream);
 #elif ROPE_BYTES == 32
-    _mm_storeu_si128((__m128i_u *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    put_half(p, (half_bits)_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), stream);
 #elif defined(__aarch64__)
-    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)));
+    put_half(p, (half_bits)vcvt_f16_f32(a), stream);
 #else
+    half_bits result;
     for (int i = 0; i < W_f32; i++)
-        p[i] = rope_f32_to_f16(a[i]);
+        result[i] = rope_f32_to_f16(a[i]);
+    put_half(p, result, stream);
 #endif
 }

@@ -1,6 +1,7 @@
 """The same bits from every number of threads, every instruction set, every batch and every run."""
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -134,15 +135,30 @@ def test_instruction_sets_change_no_bit(set_threads, instruction_set, dtype, run
     assert_same(RUNS[run](dtype), expected)
 
 
-@given(call=calls(half_dims=(1, 3, 8, 17, 33), extents=(1.0, 1000.0, 1e8)))
-def test_instruction_sets_change_no_bit_of_any_call(call):
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", EMBEDDING_DTYPES, ids=name)
+def test_writing_past_the_caches_changes_no_bit(set_threads, dtype, run):
+    set_threads(1)
+    expected = with_one_thread(run, dtype, None)
+    set_threads(8)
+    try:
+        _C.stream_from(0)
+        assert_same(RUNS[run](dtype), expected)
+    finally:
+        _C.stream_from(None)
+
+
+@given(call=calls(half_dims=(1, 3, 8, 17, 32, 33), extents=(1.0, 1000.0, 1e8)))
+def test_instruction_sets_and_caches_change_no_bit_of_any_call(call):
     results = []
     try:
-        for instruction_set in INSTRUCTION_SETS:
+        for instruction_set, stream_from in itertools.product(INSTRUCTION_SETS, (None, 0)):
             _C.force_instruction_set(instruction_set)
+            _C.stream_from(stream_from)
             results.append(rotation_and_gradients(call.x, call.positions, call.freqs, call.settings))
     finally:
         _C.force_instruction_set(None)
+        _C.stream_from(None)
     for others in results[1:]:
         assert_same(others, results[0])
 

@@ -1,3 +1,4 @@
+#define _POSIX_C_SOURCE 200112L /* posix_memalign */
 #include "testing.h"
 
 const size_t size_of[] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8};
@@ -7,9 +8,11 @@ static const double rounding[] = {0x1p-24, 0x1p-53, 0x1p-11, 0x1p-8}, tiniest[] 
 double largest_error[ROPE_EMBEDDING_DTYPES];
 
 void *allocate(buffer *b, rope_dtype dtype, int64_t count, int64_t origin) {
-    *b = (buffer){.dtype = dtype, .count = count + 2 * GUARD, .origin = origin + GUARD};
+    const int64_t shift = pick(4) == 0; /* else a cache line begins here */
+    *b = (buffer){.dtype = dtype, .count = count + 2 * GUARD + shift, .origin = origin + GUARD + shift};
     const size_t n = (size_t)b->count, bytes = n * size_of[dtype];
-    b->now = malloc(bytes), b->before = malloc(bytes), b->first = malloc(bytes);
+    b->before = malloc(bytes), b->first = malloc(bytes);
+    if (posix_memalign((void **)&b->now, 64, bytes)) abort();
     b->want = calloc(n, sizeof(long double)), b->scale = calloc(n, sizeof(long double));
     for (size_t i = 0; i < n; i++)
         b->scale[i] = -1;

@@ -12,7 +12,7 @@ int main(void) {
     test_angles(&fast);
     test_rotations(&fast, &libm);
 
-    report_backend();
+    test_backend();
     printf("largest errors, of the budgets: f32 %.2f, f64 %.2f, f16 %.2f, bf16 %.2f\n", largest_error[ROPE_F32],
            largest_error[ROPE_F64], largest_error[ROPE_F16], largest_error[ROPE_BF16]);
     printf("fnv of angles beyond the fast path: %016llx\n", (unsigned long long)libm);

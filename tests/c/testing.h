@@ -42,8 +42,8 @@ const char *next_isa(int *index);
 const char *run(const rope_args *args, rope_parallel_for *order);
 const char *run_angles(const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles,
                        rope_parallel_for *order);
-/* Prints what was tested. */
-void report_backend(void);
+/* What this backend alone has; prints what was tested. */
+void test_backend(void);
 
 /* ---- buffers.c: memory whose every element is checked: it holds what is wanted, or is left alone. Guards stand on
  * both sides but under AddressSanitizer, which sees reads too ---- */
