@@ -92,8 +92,9 @@ static int64_t streamed = -1; /* from so many bytes on; written once, or by test
 void rope_cpu_stream_from(int64_t bytes) { __atomic_store_n(&streamed, bytes, __ATOMIC_RELAXED); }
 
 /* Three quarters of that, as memcpy of the GNU C library has it: what is longer has left the cache before it is read,
- * and no line is read in order to be written. Rotating 24 MiB to 128 MiB (32 MiB of cache, two cores) takes 0.72 to
- * 0.92 of the time then, with a sum of the results 0.81 to 1.0; 16 MiB and less, with that sum, 1.1 to 1.3. */
+ * and no line is read in order to be written. Rotating 24 MiB and more (32 MiB of cache, two cores) takes 0.76 to
+ * 0.82 of the time, and 0.82 to 0.95 along with making the tensor and summing the result; of 4 MiB that is 1.1
+ * to 1.25 (benchmarks/streaming.py). */
 static int64_t stream_from(void) {
     const int64_t bytes = __atomic_load_n(&streamed, __ATOMIC_RELAXED);
     if (bytes < 0) rope_cpu_stream_from(last_cache() / 4 * 3);
