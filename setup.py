@@ -38,7 +38,7 @@ machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower()
 instruction_sets = INSTRUCTION_SETS.get(machine, {"baseline": []})
 
 FLAGS = {f"csrc/rope_{name}.c": flags for name, flags in instruction_sets.items()}
-PARTS = ("module", "rope_cpu", "rope_cuda", "rope_driver", "rope_nvrtc")
+PARTS = ("module", "rope_cpu", "rope_stream", "rope_cuda", "rope_driver", "rope_nvrtc")
 SOURCES = sorted([*(f"csrc/{part}.c" for part in PARTS), *glob("csrc/torch_*.c"), *FLAGS])
 
 

@@ -71,48 +71,6 @@ int rope_cpu_force_isa(const char *name) {
     return 0;
 }
 
-/* Bytes of the third-level cache; the C library's sysconf has that of a whole AMD package, of which a core uses a
- * part. */
-static int64_t last_cache(void) {
-    int64_t bytes = 0;
-#if defined(__x86_64__)
-    static const unsigned leaves[] = {4, 0x8000001d}; /* Intel, AMD: the same bits */
-    for (int i = 0; i < 2; i++)
-        for (unsigned index = 0, a, b, c, d; index < 8; index++) {
-            if (!__get_cpuid_count(leaves[i], index, &a, &b, &c, &d) || (a & 31) == 0) break;
-            const int64_t ways = (b >> 22) + 1, partitions = (b >> 12 & 1023) + 1, line = (b & 4095) + 1;
-            if ((a >> 5 & 7) == 3) bytes = ways * partitions * line * ((int64_t)c + 1);
-        }
-#endif
-    return bytes ? bytes : 32 << 20;
-}
-
-static int64_t streamed = -1; /* from so many bytes on; written once, or by tests */
-
-void rope_cpu_stream_from(int64_t bytes) { __atomic_store_n(&streamed, bytes, __ATOMIC_RELAXED); }
-
-/* Three quarters of that, as memcpy of the GNU C library has it: what is longer has left the cache before it is read,
- * and no line is read in order to be written. Rotating 24 MiB and more (32 MiB of cache, two cores) takes 0.76 to
- * 0.82 of the time, and 0.82 to 0.95 along with making the tensor and summing the result; of 4 MiB that is 1.1
- * to 1.25 (benchmarks/streaming.py). */
-static int64_t stream_from(void) {
-    const int64_t bytes = __atomic_load_n(&streamed, __ATOMIC_RELAXED);
-    if (bytes < 0) rope_cpu_stream_from(last_cache() / 4 * 3);
-    return __atomic_load_n(&streamed, __ATOMIC_RELAXED);
-}
-
-/* Whether rows of so many elements begin at a cache line and fill whole ones. */
-static int in_whole_lines(const rope_args *args, const rope_tensor *t, int64_t row) {
-    const int64_t line = ROPE_LINE / rope_size_of(args->dtype);
-    int64_t rest = (int64_t)((uintptr_t)t->data % ROPE_LINE) | row % line;
-    if (row == args->head_dim && args->heads > 1) rest |= t->head % line;
-    for (int d = 0; d < args->token_dims; d++)
-        if (args->token_size[d] > 1) rest |= t->token[d] % line;
-    for (int d = 0; d < args->repeat_dims; d++)
-        if (args->repeat_size[d] > 1) rest |= t->repeat[d] % line;
-    return rest == 0;
-}
-
 /* What the places of rows in memory allow. */
 static void look_at_rows(rope_cpu_plan *plan) {
     const rope_args *args = plan->args;
@@ -123,13 +81,7 @@ static void look_at_rows(rope_cpu_plan *plan) {
     plan->side_by_side = !plan->strided && whole && args->freq_heads == args->heads &&
                          args->x.head == args->head_dim && (!writes || args->y.head == args->head_dim) &&
                          (!backward || args->saved.head == args->head_dim);
-
-    /* what is rotated in place is in the cache already */
-    if (!writes || args->y.data == args->x.data || plan->strided || !whole) return;
-    const int64_t row = plan->side_by_side ? args->heads * args->head_dim : args->head_dim;
-    const int64_t bytes = plan->tokens * plan->repeats * args->heads * args->head_dim * rope_size_of(args->dtype);
-    const int whole_vectors = args->block == 2 || args->block / 2 % ROPE_PAD == 0;
-    plan->stream = bytes >= stream_from() && whole_vectors && in_whole_lines(args, &args->y, row);
+    plan->stream = writes && !plan->strided && whole && rope_streams(plan);
 }
 
 /* Chooses chunks and units from sizes alone. Tables of 64 KiB wait in a second-level cache, so that rows are read and

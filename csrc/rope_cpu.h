@@ -39,6 +39,9 @@ typedef struct {
     int out_of_memory; /* set by a failing task */
 } rope_cpu_plan;
 
+/* Whether the results, whole rows with channels one element apart, are to be written past the caches. */
+int rope_streams(const rope_cpu_plan *plan);
+
 /* n frequencies (or angles) in radians as half turns, high and low `stride` apart, in both arithmetics. */
 static inline void rope_all_half_turns(const double *radians, int64_t n, int64_t stride, double *turns_f64,
                                        float *turns_f32) {
