@@ -130,40 +130,31 @@ static inline void store_f64(double *p, vec_f64 a) { *(loose_f64 *)p = a; }
  * multiple of those bytes, and drain_streams comes before other threads read. */
 #if ROPE_BYTES >= 32
 #define CAN_STREAM 1
+#if ROPE_BYTES == 64
+#define STREAM_WHOLE(p, a) _mm512_stream_si512(p, (__m512i)(a))
+#define STREAM_HALF(p, a) _mm256_stream_si256(p, (__m256i)(a))
+#else
+#define STREAM_WHOLE(p, a) _mm256_stream_si256(p, (__m256i)(a))
+#define STREAM_HALF(p, a) _mm_stream_si128(p, (__m128i)(a))
+#endif
 static inline void drain_streams(void) { _mm_sfence(); }
 #else
 #define CAN_STREAM 0
+#define STREAM_WHOLE(p, a) *(loose_words *)(p) = (a)
+#define STREAM_HALF(p, a) *(loose_half *)(p) = (a)
 static inline void drain_streams(void) {}
 #endif
 static inline void put_whole(void *p, uint_f32 a, int stream) {
-#if ROPE_BYTES == 64
-    if (stream) {
-        _mm512_stream_si512(p, (__m512i)a);
-        return;
-    }
-#elif ROPE_BYTES == 32
-    if (stream) {
-        _mm256_stream_si256(p, (__m256i)a);
-        return;
-    }
-#endif
-    (void)stream;
-    *(loose_words *)p = a;
+    if (stream)
+        STREAM_WHOLE(p, a);
+    else
+        *(loose_words *)p = a;
 }
 static inline void put_half(void *p, half_bits a, int stream) {
-#if ROPE_BYTES == 64
-    if (stream) {
-        _mm256_stream_si256(p, (__m256i)a);
-        return;
-    }
-#elif ROPE_BYTES == 32
-    if (stream) {
-        _mm_stream_si128(p, (__m128i)a);
-        return;
-    }
-#endif
-    (void)stream;
-    *(loose_half *)p = a;
+    if (stream)
+        STREAM_HALF(p, a);
+    else
+        *(loose_half *)p = a;
 }
 static inline void write_f32(float *p, vec_f32 a, int stream) { put_whole(p, (uint_f32)a, stream); }
 static inline void write_f64(double *p, vec_f64 a, int stream) { put_whole(p, (uint_f32)a, stream); }
