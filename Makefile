@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-C_FILES := $(wildcard csrc/*.c csrc/*.h csrc/*.cu tests/c/*.c tests/c/*.h tests/cuda_emulation/*)
-BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*)
+C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/*/*.cu tests/c/*.[ch] tests/cuda_emulation/*)
+BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*)
 JOBS ?= 2
 SECONDS ?= 600
 tests = $(1:%=tests/test_%.py)
@@ -66,7 +66,11 @@ sanitize: build/sanitize
 fuzz: build/sanitize
 	$(SANITIZED) TORCH_CPP_LOG_LEVEL=FATAL $(BIN)/python tests/test_fuzz.py --seconds $(SECONDS)
 
+# The kernels know nothing of torch or Python, nor the CPU's and CUDA's of each other
 lint: $(VENV)/lint
+	! grep -nE '#include .*(torch|Python|cuda/)' csrc/cpu/*
+	! grep -nE '#include .*(torch|Python|cpu/)' csrc/cuda/*
+	! grep -nE '#include .*(torch|Python|cpu/|cuda/)' $(filter-out csrc/module.c,$(wildcard csrc/*.[ch]))
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)

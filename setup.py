@@ -37,12 +37,11 @@ INSTRUCTION_SETS = {
 machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 instruction_sets = INSTRUCTION_SETS.get(machine, {"baseline": []})
 
-FLAGS = {f"csrc/rope_{name}.c": flags for name, flags in instruction_sets.items()}
-PARTS = ("module", "rope_cpu", "rope_stream", "rope_cuda", "rope_driver", "rope_nvrtc")
-SOURCES = sorted([*(f"csrc/{part}.c" for part in PARTS), *glob("csrc/torch_*.c"), *FLAGS])
+FLAGS = {f"csrc/cpu/{name}.c": flags for name, flags in instruction_sets.items()}
+OTHER_MACHINES = {f"csrc/cpu/{name}.c" for sets in INSTRUCTION_SETS.values() for name in sets} - FLAGS.keys()
+SOURCES = sorted({*glob("csrc/*.c"), *glob("csrc/*/*.c")} - OTHER_MACHINES)
 
-
-CUDA_SOURCES = ["csrc/rope_cuda.cu", *sorted(glob("csrc/rope*.h"))]
+CUDA_SOURCES = ["csrc/cuda/kernels.cu", *sorted(glob("csrc/*.h") + glob("csrc/cuda/*.h"))]
 CUDA_ARCHITECTURES = "8.0+PTX;8.6;8.9;9.0;10.0;12.0"
 
 
@@ -106,7 +105,7 @@ def build_cuda(folder, strict=False):
             options += ["--compress-mode=size"]
         if strict:
             options += ["-Werror=all-warnings", "-Xptxas=--warn-on-spills,--warning-as-error"]
-        subprocess.run([nvcc, *options, *flags, "-o", path + ".new", "csrc/rope_cuda.cu"], check=True)
+        subprocess.run([nvcc, *options, *flags, "-o", path + ".new", "-Icsrc", CUDA_SOURCES[0]], check=True)
         os.replace(path + ".new", path)
     return [
         ("ROPE_CUDA_IMAGE", f'"{os.path.abspath(path)}"'),
@@ -161,7 +160,8 @@ setup(
         Extension(
             "nd_rotary_encodings._C",
             sources=SOURCES,
-            depends=[os.path.join("csrc", name) for name in os.listdir("csrc") if name.endswith(".h")],
+            include_dirs=["csrc"],
+            depends=glob("csrc/*.h") + glob("csrc/*/*.h"),
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
             extra_compile_args=COMMON,
             extra_link_args=SANITIZE,

@@ -2,8 +2,8 @@
 #include <Python.h>
 
 #include "rope.h"
-#include "torch_backend.h"
-#include "torch_ops.h"
+#include "torch/backend.h"
+#include "torch/ops.h"
 
 #if defined(__clang__)
 #define COMPILER "Clang " __clang_version__

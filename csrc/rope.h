@@ -133,7 +133,7 @@ const char *rope_cpu_isa(int index, int *usable);
 const char *rope_cpu_active_isa(void);
 int rope_cpu_force_isa(const char *name); /* NULL: choose again. Returns 0, or -1 where it can't be used */
 
-/* Results of so many bytes are written past the caches, where rope_stream.c allows it; -1: choose again. */
+/* Results of so many bytes are written past the caches, where cpu/stream.c allows it; -1: choose again. */
 void rope_cpu_stream_from(int64_t bytes);
 
 #endif /* not CUDA */

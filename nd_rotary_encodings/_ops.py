@@ -5,7 +5,7 @@ Names with a leading underscore are the raw operators, without autograd, which e
 autograd makes every call dearer, gradients or not. The public twins, with the same kernels, know their
 derivatives (_autograd.py); they serve ``torch.compile``, ``torch.export``, TorchScript and direct callers.
 
-The CPU kernels come from C (csrc/torch_ops.h), where the order of the arguments must be that of the schemas.
+The CPU kernels come from C (csrc/torch/ops.h), where the order of the arguments must be that of the schemas.
 """
 
 from collections.abc import Callable

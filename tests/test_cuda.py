@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -310,12 +311,10 @@ def test_script_for_machines_with_a_gpu_runs_its_checks_and_tells_failures(emula
 
 def mutant(tmp_path, old: str, new: str, file: str) -> Emulation:
     """The emulation of kernels where one thing was changed."""
-    for source in [*CSRC.glob("rope*.h"), CSRC / "rope_cuda.cu", *EMULATION.iterdir()]:
-        text = source.read_text()
-        if source.name == file:
-            assert old in text
-            text = text.replace(old, new)
-        (tmp_path / source.name).write_text(text)
+    shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "cuda" / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
     library = tmp_path / "libemulation.so"
     options = [
         "-std=gnu11",
@@ -324,10 +323,11 @@ def mutant(tmp_path, old: str, new: str, file: str) -> Emulation:
         "-ffp-contract=off",
         "-fPIC",
         "-shared",
+        f"-I{tmp_path}",
         "-include",
-        tmp_path / "emulation.h",
+        EMULATION / "emulation.h",
     ]
-    subprocess.run(["gcc", *options, tmp_path / "emulation.c", "-o", library, "-lm", "-lpthread"], check=True)
+    subprocess.run(["gcc", *options, EMULATION / "emulation.c", "-o", library, "-lm", "-lpthread"], check=True)
     return Emulation(library)
 
 
@@ -335,12 +335,12 @@ def mutant(tmp_path, old: str, new: str, file: str) -> Emulation:
     ("file", "old", "new"),
     [
         (
-            "rope_cuda_rows.inc.h",
+            "rows.inc.h",
             "            __syncthreads();\n            ROPE_ROLLED",
             "            ROPE_ROLLED",
         ),
-        ("rope_cuda_rows.inc.h", "        __syncthreads(); /* the work before may still be reading */\n", ""),
-        ("rope_cuda.cu", "            __syncthreads();\n", ""),
+        ("rows.inc.h", "        __syncthreads(); /* the work before may still be reading */\n", ""),
+        ("kernels.cu", "            __syncthreads();\n", ""),
     ],
     ids=["sums of a block", "next work", "final sums"],
 )
@@ -358,7 +358,7 @@ def test_a_missing_barrier_shows(emulation, tmp_path, file, old, new):
 
 def test_divergent_barriers_and_bad_launches_are_errors(emulation, tmp_path):
     barrier = "        __syncthreads(); /* the work before may still be reading */\n"
-    broken = mutant(tmp_path, barrier, "        if (thread < 40) __syncthreads();\n", "rope_cuda_rows.inc.h")
+    broken = mutant(tmp_path, barrier, "        if (thread < 40) __syncthreads();\n", "rows.inc.h")
     with pytest.raises(RuntimeError, match=r"LAUNCH_FAILED .*divergent threads: thread 0 is at a barrier"):
         broken.run(rotate_something)
     broken.off()
@@ -410,13 +410,13 @@ COMPILE_BY_NVRTC = """
 def nvrtc_build(tmp_path_factory):
     """The host code as built where no nvcc is, with source, and an NVRTC that echoes what it is asked."""
     folder = tmp_path_factory.mktemp("nvrtc")
-    sources = [CSRC / "rope_cuda.cu", *sorted(CSRC.glob("rope*.h"))]
+    sources = [CSRC / "cuda" / "kernels.cu", *sorted([*CSRC.glob("*.h"), *CSRC.glob("cuda/*.h")])]
     (folder / "sources").write_bytes(
         b"".join(s.name.encode() + b"\0" + s.read_bytes() + b"\0" for s in sources)
     )
     (folder / "fake.c").write_text(textwrap.dedent(FAKE_NVRTC))
     shared = ["gcc", "-std=gnu11", "-shared", "-fPIC", "-w"]
-    host = [CSRC / f"rope_{part}.c" for part in ("driver", "nvrtc", "cuda")]
+    host = [f"-I{CSRC}", CSRC / "symbols.c", *CSRC.glob("cuda/*.c")]
     embedded = f'-DROPE_CUDA_SOURCE="{folder / "sources"}"'
     subprocess.run([*shared, embedded, *host, "-o", folder / "host.so", "-ldl"], check=True)
     subprocess.run([*shared, folder / "fake.c", "-o", folder / "libnvrtc.so.13"], check=True)
@@ -439,7 +439,7 @@ def test_nvrtc_compiles_once_and_the_code_is_kept(compile_by_nvrtc, tmp_path):
     (kept,) = (tmp_path / "cache" / "nd_rotary_encodings").iterdir()
     assert re.fullmatch(r"[0-9a-f]{16}-sm_90-nvrtc-13\.0\.cubin", kept.name)
     code = kept.read_bytes()[8:].decode()
-    assert code.startswith("rope_cuda.cu ") and "--gpu-architecture=sm_90 --fmad=false" in code
+    assert code.startswith("kernels.cu ") and "--gpu-architecture=sm_90 --fmad=false" in code
     assert compile_by_nvrtc() == ["None", "None", "0"]
     assert compile_by_nvrtc(capability=86) == ["None", "None", "1"]  # another architecture
 

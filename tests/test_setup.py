@@ -98,7 +98,7 @@ def test_without_nvcc_the_source_is_embedded_whole(setup, no_nvcc, tmp_path):
     assert macro == "ROPE_CUDA_SOURCE"
     parts = contents(path).split("\0")
     files = dict(zip(parts[:-1:2], parts[1::2], strict=True))
-    assert next(iter(files)) == "rope_cuda.cu"
+    assert next(iter(files)) == "kernels.cu"
     included = {
         line.split('"')[1] for text in files.values() for line in text.splitlines() if '#include "' in line
     }

@@ -2,7 +2,7 @@
 #ifndef TESTING_H
 #define TESTING_H
 
-#include "rope_scalar.h"
+#include "elements.h"
 
 #include <math.h>
 #include <stdio.h>

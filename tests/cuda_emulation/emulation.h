@@ -1,4 +1,4 @@
-/* What a C compiler needs to take rope_cuda.cu: CUDA's words, and the threads of a block as coroutines. Included
+/* What a C compiler needs to take cuda/kernels.cu: CUDA's words, and the threads of a block as coroutines. Included
  * before everything else by the compiler's command line; emulation.c runs the blocks. */
 #ifndef EMULATION_H
 #define EMULATION_H

@@ -1,4 +1,0 @@
-#define ROPE_ISA avx2
-#define ROPE_ISA_NAME "avx2"
-#define ROPE_BYTES 32
-#include "rope_kernels.inc.h"

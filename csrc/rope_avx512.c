@@ -1,4 +1,0 @@
-#define ROPE_ISA avx512
-#define ROPE_ISA_NAME "avx512"
-#define ROPE_BYTES 64
-#include "rope_kernels.inc.h"

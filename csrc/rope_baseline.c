@@ -1,4 +1,0 @@
-#define ROPE_ISA baseline
-#define ROPE_ISA_NAME "baseline"
-#define ROPE_BYTES 16
-#include "rope_kernels.inc.h"
