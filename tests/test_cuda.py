@@ -327,7 +327,8 @@ def mutant(tmp_path, old: str, new: str, file: str) -> Emulation:
         "-include",
         EMULATION / "emulation.h",
     ]
-    subprocess.run(["gcc", *options, EMULATION / "emulation.c", "-o", library, "-lm", "-lpthread"], check=True)
+    files = [EMULATION / "emulation.c", "-o", library, "-lm", "-lpthread"]
+    subprocess.run(["gcc", *options, *files], check=True)
     return Emulation(library)
 
 
