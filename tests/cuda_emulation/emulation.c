@@ -1,10 +1,10 @@
-/* A CUDA driver without a device, as a library: the functions of csrc/cuda/driver.h, with cuda/kernels.cu compiled in.
- * "Device memory" is the process's own. cuLaunchKernel checks the launch against the limits of real devices and runs
- * the blocks one after the other, the threads of a block as coroutines.
+/* A CUDA driver without a device, as a library: the functions of csrc/cuda/driver.h, with cuda/kernels.cu compiled
+ * in. "Device memory" is the process's own. cuLaunchKernel checks the launch against the limits of real devices and
+ * runs the blocks one after the other, the threads of a block as coroutines.
  *
  * Tests steer it by emulation_set and ask it by emulation_get. */
-#include "cuda/kernels.cu"
 #include "cuda/driver.h"
+#include "cuda/kernels.cu"
 
 #include <pthread.h>
 #include <setjmp.h>
