@@ -1,7 +1,7 @@
 /* One element at a time: reading and writing any dtype, radians as half turns, offsets. For the small operands; rows
  * go through vectors. Compiles as C and as CUDA, where all functions are for the device. */
-#ifndef ROPE_SCALAR_H
-#define ROPE_SCALAR_H
+#ifndef ROPE_ELEMENTS_H
+#define ROPE_ELEMENTS_H
 
 #include "rope.h"
 

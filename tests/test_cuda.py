@@ -337,8 +337,8 @@ def mutant(tmp_path, old: str, new: str, file: str) -> Emulation:
     [
         (
             "rows.inc.h",
-            "            __syncthreads();\n            ROPE_ROLLED",
-            "            ROPE_ROLLED",
+            "            __syncthreads();\n            N(finish_freqs)(&work);",
+            "            N(finish_freqs)(&work);",
         ),
         ("rows.inc.h", "        __syncthreads(); /* the work before may still be reading */\n", ""),
         ("kernels.cu", "            __syncthreads();\n", ""),

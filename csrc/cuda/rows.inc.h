@@ -11,70 +11,7 @@ enum {
 };
 #define PAIRS N(PAIRS)
 
-/* What a thread holds of a row: PAIRS pairs of channels; or, of channels to be copied, half as much or all. */
-#if LAYOUT == ROPE_SCALAR
-typedef struct {
-    ELEMENT v[2];
-} N(piece);
-#define WORD ELEMENT
-#else
-typedef struct {
-    uint4 v[LAYOUT == ROPE_HALVES ? 2 : 1];
-} N(piece);
-#define WORD uint4
-#endif
-#define PIECE N(piece)
-
-/* `apart`: elements from the first of a pair to the second, or its vector. */
-ROPE_INLINE PIECE N(load)(const ELEMENT *at, int64_t apart) {
-    PIECE piece;
-    piece.v[0] = *(const WORD *)at;
-#if LAYOUT != ROPE_INTERLEAVED
-    piece.v[1] = *(const WORD *)(at + apart);
-#else
-    (void)apart;
-#endif
-    return piece;
-}
-
-ROPE_INLINE void N(store)(ELEMENT *at, int64_t apart, PIECE piece) {
-    *(WORD *)at = piece.v[0];
-#if LAYOUT != ROPE_INTERLEAVED
-    *(WORD *)(at + apart) = piece.v[1];
-#else
-    (void)apart;
-#endif
-}
-
-ROPE_INLINE void N(unpack)(PIECE piece, REAL *a0, REAL *a1) {
-#if LAYOUT == ROPE_SCALAR
-    a0[0] = NAME(element_load, E)(piece.v[0]), a1[0] = NAME(element_load, E)(piece.v[1]);
-#elif LAYOUT == ROPE_HALVES
-    NAME(vector_load, E)(piece.v[0], a0);
-    NAME(vector_load, E)(piece.v[1], a1);
-#else
-    REAL all[2 * PAIRS];
-    NAME(vector_load, E)(piece.v[0], all);
-    for (int j = 0; j < PAIRS; j++)
-        a0[j] = all[2 * j], a1[j] = all[2 * j + 1];
-#endif
-}
-
-ROPE_INLINE PIECE N(pack)(const REAL *a0, const REAL *a1) {
-    PIECE piece;
-#if LAYOUT == ROPE_SCALAR
-    piece.v[0] = NAME(element_store, E)(a0[0]), piece.v[1] = NAME(element_store, E)(a1[0]);
-#elif LAYOUT == ROPE_HALVES
-    piece.v[0] = NAME(vector_store, E)(a0);
-    piece.v[1] = NAME(vector_store, E)(a1);
-#else
-    REAL all[2 * PAIRS];
-    for (int j = 0; j < PAIRS; j++)
-        all[2 * j] = a0[j], all[2 * j + 1] = a1[j];
-    piece.v[0] = NAME(vector_store, E)(all);
-#endif
-    return piece;
-}
+#include "pieces.inc.h"
 
 /* A block's memory: what its threads share of slots, frequencies and positions, and its sums. */
 typedef struct {
@@ -202,17 +139,92 @@ ROPE_INLINE void N(rotate_pairs)(const REAL *a0, const REAL *a1, const REAL *c, 
     }
 }
 
+/* One piece of work, as the threads of a block see it. */
+typedef struct {
+    const rope_cuda_plan *plan;
+    N(block) block;
+    int backward, write;
+    uint32_t axes; /* 0: angles are given */
+    uint32_t lane, tile, repeat_unit, units;
+    uint32_t first_token, tokens, first_repeat, last_repeat;
+} N(piece_of_work);
+
+/* Copies a thread's channels of a token, which lie outside of the rotated ones. */
+ROPE_INLINE void N(copy_repeats)(const N(piece_of_work) * work, const ELEMENT *x, ELEMENT *y, rope_offsets at) {
+    const rope_args *const args = &work->plan->args;
+    const rope_slot *const slot = work->block.slots + work->lane;
+    ROPE_ROLLED
+    for (uint32_t r = work->first_repeat; work->write && r < work->last_repeat; r++) {
+        const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat, args->y.repeat,
+                                                args->saved.repeat, r);
+        *(WORD *)(y + slot->y + at.y + to.y) = *(const WORD *)(x + slot->x + at.x + to.x);
+    }
+}
+
+/* Rotates a thread's channels of a token in all repeats of the piece of work, and adds their dL/dangle to `grad`. */
+ROPE_INLINE void N(rotate_repeats)(const N(piece_of_work) * work, const ELEMENT *x, const ELEMENT *saved, ELEMENT *y,
+                                   rope_offsets at, const REAL *c, const REAL *s, REAL *grad) {
+    enum { TOGETHER = UNROLL, TOGETHER_BACKWARD = UNROLL / 2 };
+    const rope_args *const args = &work->plan->args;
+    const rope_slot *const slot = work->block.slots + work->lane;
+    const int backward = work->backward, from_input = backward && args->saved_is_input;
+    const int64_t half = LAYOUT == ROPE_INTERLEAVED ? 1 : args->block / 2;
+    const int inner_dim = args->repeat_dims > 0 ? args->repeat_dims - 1 : 0;
+    const uint32_t inner = args->repeat_dims > 0 ? (uint32_t)args->repeat_size[inner_dim] : 1;
+    const uint32_t together = backward ? TOGETHER_BACKWARD : TOGETHER, last = work->last_repeat;
+    ROPE_ROLLED
+    for (uint32_t r = work->first_repeat, count; r < last; r += count) { /* along the innermost repeat dim */
+        const uint32_t outer = r / inner, begin = r - outer * inner;
+        count = inner - begin < last - r ? inner - begin : last - r;
+        const rope_offsets to =
+            rope_offsets_of(inner_dim, args->repeat_size, args->x.repeat, args->y.repeat, args->saved.repeat, outer);
+        const ELEMENT *from = x + (slot->x + at.x + to.x) + begin * args->x.repeat[inner_dim];
+        const ELEMENT *with = saved;
+        ELEMENT *into = y;
+        if (backward) with += slot->saved + at.saved + to.saved + begin * args->saved.repeat[inner_dim];
+        if (work->write) into += slot->y + at.y + to.y + begin * args->y.repeat[inner_dim];
+        ROPE_ROLLED
+        for (uint32_t i = 0; i < count; i += together) {
+            PIECE pieces[TOGETHER], others[TOGETHER];
+            ROPE_UNROLLED
+            for (uint32_t u = 0; u < together; u++) {
+                if (i + u >= count) continue;
+                pieces[u] = N(load)(from, half * args->x.channel);
+                from += args->x.repeat[inner_dim];
+                if (!backward) continue;
+                others[u] = N(load)(with, half * args->saved.channel);
+                with += args->saved.repeat[inner_dim];
+            }
+            ROPE_UNROLLED
+            for (uint32_t u = 0; u < together; u++) {
+                if (i + u >= count) continue;
+                REAL a0[PAIRS], a1[PAIRS], b0[PAIRS], b1[PAIRS], w0[PAIRS], w1[PAIRS];
+                N(unpack)(pieces[u], a0, a1);
+                N(rotate_pairs)(a0, a1, c, s, b0, b1);
+                if (backward) {
+                    N(unpack)(others[u], w0, w1);
+                    for (int j = 0; j < PAIRS; j++) {
+                        const REAL g0 = from_input ? b0[j] : a0[j], g1 = from_input ? b1[j] : a1[j];
+                        grad[j] += g1 * w0[j] - g0 * w1[j];
+                    }
+                }
+                if (!work->write) continue;
+                N(store)(into, half * args->y.channel, N(pack)(b0, b1));
+                into += args->y.repeat[inner_dim];
+            }
+        }
+    }
+}
+
+#include "sums.inc.h"
+
 ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory) {
     const rope_args *const args = &plan->args;
     const ELEMENT *const x = (const ELEMENT *)args->x.data, *const saved = (const ELEMENT *)args->saved.data;
     ELEMENT *const y = (ELEMENT *)args->y.data;
-    const int write = !backward || y != 0, from_input = backward && args->saved_is_input;
-    const uint32_t axes = args->positions.data ? (uint32_t)args->axes : 0; /* 0: angles are given */
+    const uint32_t axes = args->positions.data ? (uint32_t)args->axes : 0;
     const uint32_t thread = threadIdx.x, threads = blockDim.x, lanes = plan->lanes;
     const uint32_t lane = thread & (lanes - 1), token_lane = thread >> plan->lanes_log2;
-    const int64_t half = LAYOUT == ROPE_INTERLEAVED ? 1 : args->block / 2, row = args->heads * args->pairs;
-    const int inner_dim = args->repeat_dims > 0 ? args->repeat_dims - 1 : 0;
-    const uint32_t inner = args->repeat_dims > 0 ? (uint32_t)args->repeat_size[inner_dim] : 1;
     const REAL sign = args->inverse ? 1 : -1; /* the backward rotates the other way round */
     N(block) block;
     block.slots = (rope_slot *)memory;
@@ -222,16 +234,22 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
     block.sums = block.sizes + axes * plan->unit_tokens;
 
     ROPE_ROLLED
-    for (uint32_t work = blockIdx.x; work < plan->work; work += gridDim.x) {
-        const uint32_t units = work / plan->tiles, tile = work - units * plan->tiles;
-        const uint32_t token_unit = units / plan->repeat_units, repeat_unit = units - token_unit * plan->repeat_units;
-        const uint32_t first_token = token_unit * plan->unit_tokens, left = plan->tokens - first_token;
-        const uint32_t tokens = left < plan->unit_tokens ? left : plan->unit_tokens;
-        const uint32_t first = repeat_unit * plan->unit_repeats, repeats_left = plan->repeats - first;
-        const uint32_t last = first + (repeats_left < plan->unit_repeats ? repeats_left : plan->unit_repeats);
+    for (uint32_t number = blockIdx.x; number < plan->work; number += gridDim.x) {
+        N(piece_of_work) work;
+        work.plan = plan, work.block = block, work.axes = axes, work.lane = lane;
+        work.backward = backward, work.write = !backward || y != 0;
+        work.units = number / plan->tiles, work.tile = number - work.units * plan->tiles;
+        const uint32_t token_unit = work.units / plan->repeat_units;
+        work.repeat_unit = work.units - token_unit * plan->repeat_units;
+        work.first_token = token_unit * plan->unit_tokens;
+        work.first_repeat = work.repeat_unit * plan->unit_repeats;
+        const uint32_t left = plan->tokens - work.first_token, repeats_left = plan->repeats - work.first_repeat;
+        work.tokens = left < plan->unit_tokens ? left : plan->unit_tokens;
+        work.last_repeat =
+            work.first_repeat + (repeats_left < plan->unit_repeats ? repeats_left : plan->unit_repeats);
 
         __syncthreads(); /* the work before may still be reading */
-        N(stage)(plan, block, axes, tile * lanes, first_token, tokens);
+        N(stage)(plan, block, axes, work.tile * lanes, work.first_token, work.tokens);
         if (backward && plan->freq_sums) ROPE_ROLLED
         for (uint32_t i = 0; i < axes * PAIRS; i++)
             block.sums[i * threads + thread] = 0;
@@ -240,128 +258,33 @@ ROPE_INLINE void N(run)(const rope_cuda_plan *plan, int backward, uint4 *memory)
         /* as many turns for every thread: sums over lanes need them all */
         ROPE_ROLLED
         for (uint32_t local = token_lane; local < plan->unit_tokens; local += plan->token_lanes) {
-            const uint32_t token = first_token + local, pair = block.slots[lane].pair;
-            const int active = local < tokens && pair != ROPE_NO_SLOT;
+            const uint32_t token = work.first_token + local, pair = block.slots[lane].pair;
+            const int active = local < work.tokens && pair != ROPE_NO_SLOT;
             REAL grad[PAIRS];
             for (int j = 0; j < PAIRS; j++)
                 grad[j] = 0;
-
-            if (active && pair == ROPE_COPIED) {
+            if (active) {
                 const rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token,
                                                         args->y.token, args->saved.token, token);
-                ROPE_ROLLED
-                for (uint32_t r = first; write && r < last; r++) {
-                    const rope_offsets to = rope_offsets_of(args->repeat_dims, args->repeat_size, args->x.repeat,
-                                                            args->y.repeat, args->saved.repeat, r);
-                    *(WORD *)(y + block.slots[lane].y + at.y + to.y) =
-                        *(const WORD *)(x + block.slots[lane].x + at.x + to.x);
-                }
-            } else if (active) {
-                REAL c[PAIRS], s[PAIRS];
-                N(angles)(plan, block, axes, lane, local, token, c, s);
-                const rope_offsets at = rope_offsets_of(args->token_dims, args->token_size, args->x.token,
-                                                        args->y.token, args->saved.token, token);
-                enum { TOGETHER = UNROLL, TOGETHER_BACKWARD = UNROLL / 2 };
-                const uint32_t together = backward ? TOGETHER_BACKWARD : TOGETHER;
-                ROPE_ROLLED
-                for (uint32_t r = first, count; r < last; r += count) { /* along the innermost repeat dim */
-                    const uint32_t outer = r / inner, begin = r - outer * inner;
-                    count = inner - begin < last - r ? inner - begin : last - r;
-                    const rope_offsets to = rope_offsets_of(inner_dim, args->repeat_size, args->x.repeat,
-                                                            args->y.repeat, args->saved.repeat, outer);
-                    const ELEMENT *from = x + (block.slots[lane].x + at.x + to.x) + begin * args->x.repeat[inner_dim];
-                    const ELEMENT *with = saved;
-                    ELEMENT *into = y;
-                    if (backward)
-                        with += block.slots[lane].saved + at.saved + to.saved + begin * args->saved.repeat[inner_dim];
-                    if (write) into += block.slots[lane].y + at.y + to.y + begin * args->y.repeat[inner_dim];
-                    ROPE_ROLLED
-                    for (uint32_t i = 0; i < count; i += together) {
-                        PIECE pieces[TOGETHER], others[TOGETHER];
-                        ROPE_UNROLLED
-                        for (uint32_t u = 0; u < together; u++) {
-                            if (i + u >= count) continue;
-                            pieces[u] = N(load)(from, half * args->x.channel);
-                            from += args->x.repeat[inner_dim];
-                            if (!backward) continue;
-                            others[u] = N(load)(with, half * args->saved.channel);
-                            with += args->saved.repeat[inner_dim];
-                        }
-                        ROPE_UNROLLED
-                        for (uint32_t u = 0; u < together; u++) {
-                            if (i + u >= count) continue;
-                            REAL a0[PAIRS], a1[PAIRS], b0[PAIRS], b1[PAIRS], w0[PAIRS], w1[PAIRS];
-                            N(unpack)(pieces[u], a0, a1);
-                            N(rotate_pairs)(a0, a1, c, s, b0, b1);
-                            if (backward) {
-                                N(unpack)(others[u], w0, w1);
-                                for (int j = 0; j < PAIRS; j++) {
-                                    const REAL g0 = from_input ? b0[j] : a0[j], g1 = from_input ? b1[j] : a1[j];
-                                    grad[j] += g1 * w0[j] - g0 * w1[j];
-                                }
-                            }
-                            if (!write) continue;
-                            N(store)(into, half * args->y.channel, N(pack)(b0, b1));
-                            into += args->y.repeat[inner_dim];
-                        }
-                    }
+                if (pair == ROPE_COPIED) {
+                    N(copy_repeats)(&work, x, y, at);
+                } else {
+                    REAL c[PAIRS], s[PAIRS];
+                    N(angles)(plan, block, axes, lane, local, token, c, s);
+                    N(rotate_repeats)(&work, x, saved, y, at, c, s, grad);
                 }
             }
             if (!backward) continue;
-
             for (int j = 0; j < PAIRS; j++)
                 grad[j] *= sign;
-            if (!axes) {
-                if (!active || pair == ROPE_COPIED) continue;
-                const rope_operand *const out = &args->grad_freqs;
-                const uint32_t head = block.slots[lane].head;
-                for (int j = 0; j < PAIRS; j++)
-                    if (plan->angle_sums)
-                        plan->angle_sums[((int64_t)repeat_unit * plan->tokens + token) * row + head * args->pairs +
-                                         pair + (uint32_t)j] = (double)grad[j];
-                    else
-                        rope_write_operand(out->data, out->dtype,
-                                           rope_operand_offset(args, out, token) + head * out->head +
-                                               (pair + (uint32_t)j) * out->pair,
-                                           (double)grad[j]);
-                continue;
-            }
-            ROPE_ROLLED
-            for (uint32_t a = 0; a < axes; a++) {
-                const REAL *const turns = block.turns + a * 2 * PAIRS * lanes + lane;
-                if (plan->position_sums) {
-                    REAL sum = 0;
-                    for (int j = 0; j < PAIRS; j++)
-                        sum += turns[j * lanes] * grad[j];
-                    ROPE_ROLLED
-                    for (uint32_t step = lanes / 2; step > 0; step /= 2)
-                        sum += __shfl_down_sync(0xffffffff, sum, step, (int)lanes);
-                    if (lane == 0 && local < tokens)
-                        plan->position_sums[((int64_t)(repeat_unit * plan->tiles + tile) * plan->tokens + token) *
-                                                axes +
-                                            a] = (double)sum;
-                }
-                if (plan->freq_sums && active)
-                    for (int j = 0; j < PAIRS; j++)
-                        block.sums[(a * PAIRS + (uint32_t)j) * threads + thread] +=
-                            block.positions[local * axes + a] * grad[j];
-            }
+            if (axes)
+                N(finish_token)(&work, local, active, grad);
+            else if (active && pair != ROPE_COPIED)
+                N(finish_angles)(&work, token, grad);
         }
-
         if (backward && plan->freq_sums) {
             __syncthreads();
-            ROPE_ROLLED
-            for (uint32_t i = thread; i < axes * PAIRS * lanes; i += threads) {
-                const uint32_t of_lane = i & (lanes - 1), rest = i >> plan->lanes_log2;
-                const rope_slot *const slot = block.slots + of_lane;
-                if (slot->pair >= ROPE_COPIED) continue;
-                double sum = 0;
-                ROPE_ROLLED
-                for (uint32_t t = 0; t < plan->token_lanes; t++)
-                    sum += (double)block.sums[rest * threads + t * lanes + of_lane];
-                plan->freq_sums[((int64_t)units * axes + rest / PAIRS) * row + slot->head * args->pairs + slot->pair +
-                                rest % PAIRS] = sum;
-            }
+            N(finish_freqs)(&work);
         }
     }
 }

@@ -123,78 +123,97 @@ static void add_token_dims(rope_cuda_sum *sum, const rope_args *args, const rope
         add_dim(sum, args->token_size[d], out->token[d]);
 }
 
-const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call) {
-    rope_cuda_plan plan = {.args = *args};
-    heads_as_repeats(&plan.args);
-    args = &plan.args;
+/* Chooses a layout and cuts the call for it; gives the layout, a block's threads and the bytes of its memory. */
+static const char *fit(rope_cuda_plan *plan, int *layout, int64_t *threads, int64_t *shared) {
+    const rope_args *args = &plan->args;
     const int64_t tokens = product(args->token_dims, args->token_size);
     const int64_t repeats = product(args->repeat_dims, args->repeat_size);
-    const int backward = args->saved.data != NULL, given = args->positions.data == NULL;
     const int copies = args->y.data && args->y.data != args->x.data && 2 * args->pairs < args->head_dim;
-
+    int64_t turns = 16;
+    *layout = layout_of(args, copies);
+    *threads = ROPE_CUDA_THREADS;
     /* a block's memory grows with the axes: then less work at a time, smaller blocks, and last no vectors */
-    int layout = layout_of(args, copies);
-    int64_t threads = ROPE_CUDA_THREADS, turns = 16, shared;
-    while ((shared = cut(&plan, tokens, repeats, layout, copies, threads, turns)) > ROPE_CUDA_SHARED / 2) {
+    while ((*shared = cut(plan, tokens, repeats, *layout, copies, *threads, turns)) > ROPE_CUDA_SHARED / 2) {
         if (turns > 1)
             turns /= 2;
-        else if (threads > ROPE_CUDA_WARP)
-            threads /= 2;
-        else if (layout != ROPE_SCALAR) {
-            layout = ROPE_SCALAR;
-            threads = ROPE_CUDA_THREADS;
+        else if (*threads > ROPE_CUDA_WARP)
+            *threads /= 2;
+        else if (*layout != ROPE_SCALAR) {
+            *layout = ROPE_SCALAR;
+            *threads = ROPE_CUDA_THREADS;
         } else
             break;
     }
-    if (shared < 0)
+    if (*shared < 0)
         return rope_cuda_error("%lld tokens of %lld heads, repeated %lld times, are too many for the CUDA kernels",
                                (long long)tokens, (long long)args->heads, (long long)repeats);
-    if (shared > ROPE_CUDA_SHARED)
+    if (*shared > ROPE_CUDA_SHARED)
         return rope_cuda_error("positions with %lld axes are too many for the CUDA kernels", (long long)args->axes);
+    return NULL;
+}
 
-    const int64_t row = args->heads * args->pairs, axes = args->axes;
-    const int64_t freq_parts = (int64_t)plan.token_units * plan.repeat_units;
-    const int64_t position_parts = (int64_t)plan.repeat_units * plan.tiles;
-    const int64_t freq_sums = backward && !given && args->grad_freqs.data ? freq_parts * axes * row : 0;
-    const int64_t position_sums =
-        backward && !given && args->grad_positions.data ? position_parts * tokens * axes : 0;
-    const int64_t angle_sums = backward && given && plan.repeat_units > 1 ? plan.repeat_units * tokens * row : 0;
-    const int64_t sums = freq_sums + position_sums + angle_sums;
-    if (sums) {
-        double *memory = call->allocate((size_t)sums * sizeof(double), call->context);
-        if (!memory) return "out of memory on the CUDA device";
-        if (freq_sums) plan.freq_sums = memory;
-        if (position_sums) plan.position_sums = memory + freq_sums;
-        if (angle_sums) plan.angle_sums = memory;
-    }
+static int64_t freq_parts(const rope_cuda_plan *plan) { return (int64_t)plan->token_units * plan->repeat_units; }
+static int64_t position_parts(const rope_cuda_plan *plan) { return (int64_t)plan->repeat_units * plan->tiles; }
 
-    const char *error =
-        launch(rope_function_rows(backward, layout, (int)args->dtype), plan.work, threads, shared, &plan, call);
-    if (error || !backward) return error;
+/* Memory for the sums of all pieces of work. */
+static const char *allocate_sums(rope_cuda_plan *plan, const rope_cuda_call *call) {
+    const rope_args *args = &plan->args;
+    const int64_t row = args->heads * args->pairs, axes = args->axes, tokens = plan->tokens;
+    const int given = args->positions.data == NULL;
+    const int64_t freqs = !given && args->grad_freqs.data ? freq_parts(plan) * axes * row : 0;
+    const int64_t positions = !given && args->grad_positions.data ? position_parts(plan) * tokens * axes : 0;
+    const int64_t angles = given && plan->repeat_units > 1 ? plan->repeat_units * tokens * row : 0;
+    if (freqs + positions + angles == 0) return NULL;
+    double *memory = call->allocate((size_t)(freqs + positions + angles) * sizeof(double), call->context);
+    if (!memory) return "out of memory on the CUDA device";
+    if (freqs) plan->freq_sums = memory;
+    if (positions) plan->position_sums = memory + freqs;
+    if (angles) plan->angle_sums = memory;
+    return NULL;
+}
 
-    if (!given && args->grad_freqs.data) {
+/* From the sums of all pieces of work to gradients. */
+static const char *add_up(const rope_cuda_plan *plan, const rope_cuda_call *call) {
+    const rope_args *args = &plan->args;
+    const char *error = NULL;
+    if (plan->freq_sums) {
         const rope_operand *out = &args->grad_freqs;
         rope_cuda_sum sum = {.scale = 1};
-        add_dim(&sum, axes, out->axis);
+        add_dim(&sum, args->axes, out->axis);
         add_dim(&sum, args->heads, out->head);
         add_dim(&sum, args->pairs, out->pair);
-        error = launch_sum(&sum, out, plan.freq_sums, freq_parts, call);
+        error = launch_sum(&sum, out, plan->freq_sums, freq_parts(plan), call);
     }
-    if (!error && !given && args->grad_positions.data) {
+    if (!error && plan->position_sums) {
         const rope_operand *out = &args->grad_positions;
         rope_cuda_sum sum = {.scale = 0x1.921fb54442d18p+1}; /* frequencies were in half turns */
         add_token_dims(&sum, args, out);
-        add_dim(&sum, axes, out->axis);
-        error = launch_sum(&sum, out, plan.position_sums, position_parts, call);
+        add_dim(&sum, args->axes, out->axis);
+        error = launch_sum(&sum, out, plan->position_sums, position_parts(plan), call);
     }
-    if (!error && angle_sums) {
+    if (!error && plan->angle_sums) {
         const rope_operand *out = &args->grad_freqs;
         rope_cuda_sum sum = {.scale = 1};
         add_token_dims(&sum, args, out);
         add_dim(&sum, args->heads, out->head);
         add_dim(&sum, args->pairs, out->pair);
-        error = launch_sum(&sum, out, plan.angle_sums, plan.repeat_units, call);
+        error = launch_sum(&sum, out, plan->angle_sums, plan->repeat_units, call);
     }
+    return error;
+}
+
+const char *rope_cuda_run(const rope_args *args, const rope_cuda_call *call) {
+    rope_cuda_plan plan = {.args = *args};
+    const int backward = args->saved.data != NULL;
+    int layout;
+    int64_t threads, shared;
+    heads_as_repeats(&plan.args);
+    const char *error = fit(&plan, &layout, &threads, &shared);
+    if (!error && backward) error = allocate_sums(&plan, call);
+    if (!error)
+        error =
+            launch(rope_function_rows(backward, layout, (int)args->dtype), plan.work, threads, shared, &plan, call);
+    if (!error && backward) error = add_up(&plan, call);
     return error;
 }
 

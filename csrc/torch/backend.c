@@ -50,36 +50,58 @@ static rope_cuda_call cuda_call(call *c) {
     return cuda;
 }
 
+static const char *cpu_rows(call *c, const rope_args *args) {
+    (void)c;
+    return rope_cpu_run(args, torch_parallel);
+}
+
+static const char *cpu_angles(call *c, const rope_args *args, int64_t groups, int64_t group_stride,
+                              const rope_operand *angles) {
+    (void)c;
+    return rope_cpu_angles(args, groups, group_stride, angles, torch_parallel);
+}
+
+static const char *cpu_zero(call *c, void *data, size_t bytes) {
+    (void)c;
+    if (bytes) memset(data, 0, bytes);
+    return NULL;
+}
+
+static const char *cuda_rows(call *c, const rope_args *args) {
+    const rope_cuda_call cuda = cuda_call(c);
+    return c->error ? NULL : rope_cuda_run(args, &cuda);
+}
+
+static const char *cuda_angles(call *c, const rope_args *args, int64_t groups, int64_t group_stride,
+                               const rope_operand *angles) {
+    const rope_cuda_call cuda = cuda_call(c);
+    return c->error ? NULL : rope_cuda_angles(args, groups, group_stride, angles, &cuda);
+}
+
+static const char *cuda_zero(call *c, void *data, size_t bytes) {
+    const rope_cuda_call cuda = cuda_call(c);
+    return c->error ? NULL : rope_cuda_zero(data, bytes, &cuda);
+}
+
+/* A row per device; an error, or NULL. */
+static const struct {
+    const char *(*rows)(call *c, const rope_args *args);
+    const char *(*angles)(call *c, const rope_args *args, int64_t groups, int64_t group_stride,
+                          const rope_operand *angles);
+    const char *(*zero)(call *c, void *data, size_t bytes);
+} backends[] = {{cpu_rows, cpu_angles, cpu_zero}, {cuda_rows, cuda_angles, cuda_zero}};
+
 void run_rows(call *c, const rope_args *args) {
-    const char *error;
-    if (on_cuda(c)) {
-        const rope_cuda_call cuda = cuda_call(c);
-        error = c->error ? NULL : rope_cuda_run(args, &cuda);
-    } else {
-        error = rope_cpu_run(args, torch_parallel);
-    }
+    const char *error = backends[on_cuda(c)].rows(c, args);
     if (error) fail(c, error);
 }
 
 void run_angles(call *c, const rope_args *args, int64_t groups, int64_t group_stride, const rope_operand *angles) {
-    const char *error;
-    if (on_cuda(c)) {
-        const rope_cuda_call cuda = cuda_call(c);
-        error = c->error ? NULL : rope_cuda_angles(args, groups, group_stride, angles, &cuda);
-    } else {
-        error = rope_cpu_angles(args, groups, group_stride, angles, torch_parallel);
-    }
+    const char *error = backends[on_cuda(c)].angles(c, args, groups, group_stride, angles);
     if (error) fail(c, error);
 }
 
 void fill_with_zeros(call *c, const tensor *t) {
-    void *const data = (void *)(uintptr_t)t->data;
-    const char *error = NULL;
-    if (on_cuda(c)) {
-        const rope_cuda_call cuda = cuda_call(c);
-        error = c->error ? NULL : rope_cuda_zero(data, bytes_of(t), &cuda);
-    } else if (count_of(t) > 0) {
-        memset(data, 0, bytes_of(t));
-    }
+    const char *error = backends[on_cuda(c)].zero(c, (void *)(uintptr_t)t->data, bytes_of(t));
     if (error) fail(c, error);
 }

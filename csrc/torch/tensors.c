@@ -35,9 +35,16 @@ static rope_dtype dtype_of(int32_t dtype) {
     return ROPE_UNSUPPORTED;
 }
 
-static void count_in(call *c, torch_tensor handle) {
+/* 0 where a call has no room for more: then the handle is freed. */
+static int count_in(call *c, torch_tensor handle) {
+    if (c->count == MAX_TENSORS) {
+        torch.aoti_torch_delete_tensor_object(handle);
+        fail(c, "an operator has more tensors than a call has room for");
+        return 0;
+    }
     c->handles[c->count++] = handle;
     __atomic_add_fetch(&live_handles, 1, __ATOMIC_RELAXED);
+    return 1;
 }
 
 /* No memory holds so many elements, and below this no product that the kernels make of sizes overflows: hence an
@@ -81,8 +88,9 @@ static tensor describe(call *c, torch_tensor handle) {
 
 tensor take(call *c, torch_value value) {
     torch_tensor handle = (torch_tensor)(uintptr_t)value;
-    count_in(c, handle);
-    tensor t = describe(c, handle);
+    tensor t = {0};
+    if (!count_in(c, handle)) return t;
+    t = describe(c, handle);
     if (!c->error && torch.torch_get_const_data_ptr(handle, &t.data)) fail(c, "a tensor has no memory of its own");
     /* where the storage was resized to nothing, there is no error, and no memory either */
     if (!c->error && !t.data && count_of(&t) > 0) fail(c, "a tensor has no memory of its own");
@@ -123,7 +131,7 @@ tensor allocate(call *c, int dims, const int64_t *sizes, const int64_t *strides,
         fail(c, "the result could not be allocated");
         return t;
     }
-    count_in(c, handle);
+    if (!count_in(c, handle)) return t;
     t = describe(c, handle);
     void *data;
     if (!c->error && torch.torch_get_mutable_data_ptr(handle, &data)) fail(c, "the result has no memory");
